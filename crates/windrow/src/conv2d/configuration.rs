@@ -4,10 +4,10 @@ use super::Conv2dAlgorithm;
 use crate::plan::configuration;
 
 configuration! {
-    /// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
-    /// algorithm's. Written and parsed as `winograd_gemm_f4 tiles=36 vectors=4 parts=1 threads=2`.
+    /// An algorithm and its parameters. If a parameter is `None`, the cost model chooses it, or the algorithm does not
+    /// have it. As text a configuration has the form `winograd_gemm_f4 tiles=36 vectors=4 parts=1 threads=2`.
     Conv2dConfiguration: Conv2dAlgorithm {
-        /// `winograd_gemm`: the most tiles of a block (CPU) or chunk (CUDA); blocks are made equal.
+        /// `winograd_gemm`: the largest number of tiles of a block (CPU) or chunk (GPU); blocks are made equal.
         tiles,
         /// `winograd_gemm` on the CPU: vectors of output channels between two output transforms.
         vectors,
@@ -16,7 +16,7 @@ configuration! {
         parts,
         /// CPU threads, at most as many as the plan may use.
         threads,
-        /// `winograd_gemm` on CUDA: the threads of a transform's block, a multiple of 32 up to 1024. `implicit_gemm`:
+        /// `winograd_gemm` on GPUs: the threads of a transform's block, a multiple of 32 up to 1024. `implicit_gemm`:
         /// the output channels of a block, 64, 128 or, for f16/bf16, 256.
         block,
     }

@@ -27,14 +27,17 @@ pub use spec::{Conv2dAlgorithm, Conv2dSpec, Tile};
 
 use crate::{Device, Filter, PlanOptions, Result, Tensor, TensorRef, Workspace};
 
-/// `y = act(conv2d(x, w) + bias)` in one call, with the algorithm that the planner chooses.
+/// The result `y = act(conv2d(x, w) + bias)`, computed on the CPU in one call, with the algorithm that the cost model
+/// chooses.
 ///
-/// `x` [n, c, h, w] and `w` [k, c/groups, r, s] are f32, f16 or bf16 of one type, `bias` `[k]` is f32
-/// or of that type; any strides. The result is dense, channels-last if x is. A [`Conv2dPlan`] does
-/// the same without allocating, with the filter packed once.
+/// `x` [n, c, h, w] and the filter `w` [k, c/groups, r, s] have the same element type: f32, f16 or bf16. `bias` `[k]`
+/// has this type or f32. All three may have any strides. The result has no gaps. It is channels-last if x is, otherwise
+/// NCHW. To run the same shapes often, use a [`Conv2dPlan`]: its runs need no new memory for y, and it can convert the
+/// filter once for many runs.
 ///
 /// # Errors
-/// As [`Conv2dSpec::new`] and [`Conv2dPlan::run`].
+/// As [`Conv2dSpec::new`], [`Conv2dPlan::new`] and [`Conv2dPlan::run`], and
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
 ///
 /// ```
 /// use windrow::{Conv2dParams, Tensor, conv2d};

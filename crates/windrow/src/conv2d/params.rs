@@ -15,11 +15,12 @@ pub struct Conv2dParams {
     pub padding: [usize; 2],
     /// Distance of neighbouring filter taps.
     pub dilation: [usize; 2],
-    /// Groups of channels that do not see each other.
+    /// Number of groups, which must divide the channels. Output channels depend only on the input channels of their
+    /// group.
     pub groups: usize,
-    /// Applied to the sum and bias.
+    /// Activation, applied after bias and residual are added to the sum of products.
     pub activation: Activation,
-    /// The accuracy, which limits the algorithms that the planner may choose.
+    /// Accuracy, which limits the algorithms that may be chosen.
     pub accuracy: Accuracy,
 }
 

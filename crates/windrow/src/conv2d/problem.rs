@@ -4,8 +4,8 @@ use super::Conv2dParams;
 use crate::tensor::check_dtype;
 use crate::{Error, Result, TensorDesc};
 
-/// Sizes of a convolution in the field's names. All products of sizes that kernels form (elements
-/// of a tensor, positions in the padded input) fit in `isize`.
+/// The sizes of a convolution, under the names that deep learning uses. All products of sizes that kernels compute
+/// (elements of a tensor, positions in the padded input) fit in `isize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
     pub n: usize,
@@ -26,8 +26,9 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// The sizes of a convolution with these strides, paddings and dilations. A filter that is larger than the padded
-    /// input has no position there, if that is allowed.
+    /// The sizes of a convolution with these strides, paddings and dilations. If `may_be_none` is true, a filter that
+    /// is larger than the padded input is accepted, and the output size in that direction is 0. Otherwise it is an
+    /// error.
     pub(crate) fn new(
         x: &TensorDesc,
         w: &TensorDesc,
@@ -83,23 +84,23 @@ impl Problem {
         self.k / self.groups
     }
 
-    /// Terms of the sum for one output element: `c/groups * r * s`.
+    /// The number of products that are summed for one output element: `c/groups * r * s`.
     pub(crate) fn taps(&self) -> usize {
         self.c_group() * self.r * self.s
     }
 
-    /// Multiplications and additions of the direct algorithm.
+    /// The number of multiplications and additions by the definition.
     pub(crate) fn flops(&self) -> f64 {
         2.0 * self.taps() as f64 * self.y_shape().iter().map(|&d| d as f64).product::<f64>()
     }
 
-    /// True if sums over the taps are faster than a matrix product: with few channels on both
-    /// sides the im2col matrix costs more than the sums.
+    /// True if there are several groups with so few input and output channels each that direct sums are faster than a
+    /// matrix product: making the im2col matrix takes longer than the sums.
     pub(crate) fn prefers_direct(&self) -> bool {
         self.groups > 1 && self.c_group() * self.k_group() <= 256
     }
 
-    /// True if a Winograd algorithm for 3x3 filters can compute it.
+    /// True if Winograd's algorithms can compute this convolution: 3x3 filter, stride 1, dilation 1, one group.
     pub(crate) fn is_winograd(&self) -> bool {
         self.r == 3
             && self.s == 3
@@ -109,8 +110,9 @@ impl Problem {
     }
 }
 
-/// Shapes of a transposed convolution of `y` [n, k, oh, ow]: [n, c, h, w] of its result, and y's with the rows and
-/// columns of zeros behind it that an `output_padding` of the stride or more stands for.
+/// The two shapes of a transposed convolution with input `y` [n, k, oh, ow]. The first is that of the result, [n, c, h,
+/// w]. The second is that of y after rows and columns of zeros are appended, which an `output_padding` of at least the
+/// stride requires.
 pub(crate) fn transposed_shapes(
     y: &TensorDesc,
     w: &TensorDesc,
@@ -141,14 +143,15 @@ pub(crate) fn transposed_shapes(
     })?;
     let size = |outputs, taps, d| input_size(params, output_padding, outputs, taps, d);
     let x = [n, c, size(oh, r, 0)?, size(ow, s, 1)?];
-    // Fewer than a dilation: no overflow where the size of x has none. What there is none of has no zeros behind it.
+    // The appended rows are fewer than the dilation. So if the size of x did not overflow, this does not either. A `y`
+    // without rows (or columns) gets none.
     let behind = |outputs: usize, d: usize| {
         if outputs == 0 { 0 } else { outputs + output_padding[d] / stride[d] }
     };
     Ok([x, [n, k, behind(oh, 0), behind(ow, 1)]])
 }
 
-/// Positions along direction `d` of what a convolution turns into `outputs`.
+/// The input size in direction `d` for which a convolution gives `outputs` outputs.
 fn input_size(
     params: &Conv2dParams,
     output_padding: [usize; 2],
@@ -190,7 +193,7 @@ fn rank(arg: &'static str, desc: &TensorDesc) -> Error {
     Error::Rank { arg, given: desc.layout.rank(), expected: "4" }
 }
 
-/// Places of the filter, 0 if it is larger than the padded input.
+/// The output size in one direction; 0 if the filter is larger than the padded input.
 fn output_size(
     input: usize,
     taps: usize,
@@ -212,7 +215,7 @@ fn output_size(
     Ok(padded.checked_sub(reach + 1).map_or(0, |last| last / stride + 1))
 }
 
-/// The error for sizes that [`output_size`] has accepted but that are too large together.
+/// The error for a filter that is larger than the padded input.
 fn too_large(w: &TensorDesc, input: usize, taps: usize, padding: usize, dilation: usize) -> Error {
     let expected = format!(
         "a filter that covers at most {} positions (input {input} and padding {padding} on both \

@@ -18,7 +18,7 @@ use crate::{
 };
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-/// Most products that the oracle sums up, usually and now and then.
+/// The largest numbers of products that the oracle sums. The second limit is used rarely.
 const PRODUCTS: [usize; 2] = [40_000, 1_000_000];
 
 /// NCHW, channels-last, or anything.
@@ -63,7 +63,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<Conv2dSpec> {
             [r, s] = [1, 1];
             params.stride = pair(choices, 2).map(|step| step.max(1));
         }
-        // Every channel a group of its own.
+        // A depthwise convolution: every channel is a group.
         5 => {
             [r, s] = pair(choices, 6).map(|taps| taps + 1);
             params.groups = choices.size(70).max(1);
@@ -361,7 +361,7 @@ fn backward(
         reference::backward_weight(problem, x, &dy_values)?,
         reference::backward_bias(problem, &dy_values)?,
     ];
-    // On CUDA these plans have gradients of their own.
+    // On GPUs these plans have separate gradients.
     let own = [Conv2dAlgorithm::Direct, Conv2dAlgorithm::Cudnn, Conv2dAlgorithm::ImplicitGemm];
     let mut algorithms = Conv2dPlan::algorithms(spec, device);
     algorithms.retain(|a| own.contains(a));

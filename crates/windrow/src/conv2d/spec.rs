@@ -5,11 +5,12 @@ use crate::forms::{names, setters};
 use crate::tensor::{check_dtype, check_tensor, check_unique};
 use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc};
 
-/// A two-dimensional convolution (cross-correlation, as deep learning has it):
+/// The spec of a two-dimensional convolution. As usual in deep learning, it is a cross-correlation:
 ///
 /// `y[n,k,oh,ow] = act(bias[k] + residual[n,k,oh,ow] + sum_{c,r,s} w[k,c,r,s] * x[n, g*(C/groups)+c, oh*stride-padding+r*dilation, ...])`
 ///
-/// with zeros outside of `x` and `g` the group of output channel `k`.
+/// Here n, k, oh, ow, c, r and s are indices, C is the number of input channels, and `g` is the group of output channel
+/// `k`. Elements outside of `x` count as zero. In shapes such as [n, c, h, w] the same letters are sizes.
 ///
 /// ```
 /// use windrow::{Conv2dParams, Conv2dSpec, DType, TensorDesc};
@@ -26,11 +27,11 @@ pub struct Conv2dSpec {
     pub x: TensorDesc,
     /// Filter [k, c/groups, r, s] of x's type; any strides.
     pub w: TensorDesc,
-    /// Output [n, k, oh, ow] of x's type; strides such that every element has its own memory.
+    /// Output [n, k, oh, ow] of x's type; any strides with which no two elements share memory.
     pub y: TensorDesc,
     /// Bias `[k]`, f32 or x's type.
     pub bias: Option<TensorDesc>,
-    /// True if a tensor of y's type, shape and strides is added before the activation.
+    /// True if a run gets a *residual*: a tensor of y's type, shape and strides, which is added before the activation.
     pub residual: bool,
     /// Step of the filter over rows and columns; at least 1.
     pub stride: [usize; 2],
@@ -38,11 +39,11 @@ pub struct Conv2dSpec {
     pub padding: [usize; 2],
     /// Distance of neighbouring filter taps; at least 1.
     pub dilation: [usize; 2],
-    /// Groups of channels that do not see each other; divides c and k.
+    /// Number of groups, which must divide c and k. Output channels depend only on the input channels of their group.
     pub groups: usize,
-    /// Applied to the sum, bias and residual.
+    /// Activation, applied after bias and residual are added to the sum of products.
     pub activation: Activation,
-    /// The accuracy, which limits the algorithms that the planner may choose.
+    /// Accuracy, which limits the algorithms that may be chosen.
     pub accuracy: Accuracy,
 }
 
@@ -57,8 +58,8 @@ setters! {
 }
 
 impl Conv2dSpec {
-    /// A convolution of `x` [n, c, h, w] by `w` [k, c/groups, r, s], without bias and residual. `y` gets the
-    /// shape that follows and a dense layout: channels-last if x is, else NCHW.
+    /// The spec of a convolution of `x` [n, c, h, w] by `w` [k, c/groups, r, s], without bias and residual. `y` gets
+    /// the shape that results from these arguments and a dense layout: channels-last if x is, otherwise NCHW.
     ///
     /// # Errors
     /// [`Error::Rank`](crate::Error::Rank), [`Error::DType`](crate::Error::DType), [`Error::Shape`](crate::Error::Shape) if channels do not match or the filter
@@ -68,7 +69,8 @@ impl Conv2dSpec {
         Self::with_places(x, w, params, false)
     }
 
-    /// The spec as by [`Conv2dSpec::new`]. If `may_be_none`, the filter may also be larger than the padded input.
+    /// The spec that [`Conv2dSpec::new`] makes. If `may_be_none` is true, a filter that is larger than the padded input
+    /// is allowed; y then has no rows or no columns.
     fn with_places(
         x: TensorDesc,
         w: TensorDesc,
@@ -95,18 +97,19 @@ impl Conv2dSpec {
         })
     }
 
-    /// The convolution whose data gradient is the transposed convolution of `y` [n, k, oh, ow] by `w` [k, c/groups, r, s]:
-    /// [`Conv2dPlan::backward_data`](crate::Conv2dPlan::backward_data), given `w` and `y`, computes its `x` [n, c, h, w],
-    /// dense and channels-last if y is. `h = (oh - 1) * stride - 2 * padding + dilation * (r - 1) + 1 + output_padding`, and
-    /// w likewise.
+    /// The spec for a transposed convolution. Its input is `y` [n, k, oh, ow] and its result is `x` [n, c, h, w],
+    /// because the transposed convolution is the data gradient of an ordinary one. To run it, make a plan of this spec
+    /// and call [`Conv2dPlan::backward_data`](crate::Conv2dPlan::backward_data) with the filter `w` [k, c/groups, r, s]
+    /// and `y`, which writes `x`. `x` is dense, and channels-last if y is. `h = (oh - 1) * stride - 2 * padding +
+    /// dilation * (r - 1) + 1 + output_padding`, and w likewise.
     ///
-    /// `output_padding` is less than the stride or the dilation. If it is not less than the stride, the spec's `y` has
-    /// `output_padding / stride` more rows (or columns) than the given one. They follow the given ones and must be
-    /// zeros.
+    /// In each direction, `output_padding` must be less than the larger of stride and dilation. If it is at least the
+    /// stride, the spec's `y` has `output_padding / stride` (rounded down) more rows or columns than the argument `y`.
+    /// The caller must append them at the end of the tensor, filled with zeros.
     ///
-    /// [`Conv2dPlan::run`](crate::Conv2dPlan::run) and
-    /// [`Conv2dPlan::backward_weight`](crate::Conv2dPlan::backward_weight), given the gradient of x instead of x,
-    /// compute the transposed convolution's gradients of y and w.
+    /// To get the gradients of the transposed convolution, pass the gradient of x in place of x:
+    /// [`Conv2dPlan::run`](crate::Conv2dPlan::run) then computes the gradient of y, and
+    /// [`Conv2dPlan::backward_weight`](crate::Conv2dPlan::backward_weight) that of w.
     ///
     /// # Errors
     /// As [`Conv2dSpec::new`]; [`Error::Shape`](crate::Error::Shape) also if y does not have k channels, or has images
@@ -139,21 +142,22 @@ impl Conv2dSpec {
         Self::with_places(x, w, params, y_shape[0] == 0).map(|spec| spec.with_output(y))
     }
 
-    /// The options alone.
+    /// The options of the convolution: stride, padding, dilation, groups, activation and accuracy.
     pub fn params(&self) -> Conv2dParams {
         let &Self { stride, padding, dilation, groups, activation, accuracy, .. } = self;
         Conv2dParams { stride, padding, dilation, groups, activation, accuracy }
     }
 
-    /// Multiplications and additions of the direct algorithm: `2 n k oh ow (c/groups) r s`.
+    /// The number of multiplications and additions by the definition, without the savings of Winograd's algorithms: `2
+    /// n k oh ow (c/groups) r s`.
     ///
     /// # Errors
-    /// As [`Conv2dSpec::new`], because fields may have been changed after it.
+    /// As [`Conv2dSpec::new`], because the fields are public and may have been changed since.
     pub fn flops(&self) -> Result<f64> {
         Ok(self.problem()?.flops())
     }
 
-    /// The sizes, after every check that needs no data.
+    /// The sizes, after a check of everything that can be checked without tensor values.
     pub(crate) fn problem(&self) -> Result<Problem> {
         // A transposed convolution of no images may have a result smaller than the filter.
         let is_transposed_of_none =
@@ -178,13 +182,14 @@ fn dense_beside(like: &TensorDesc, shape: &[usize; 4]) -> Result<TensorDesc> {
     Ok(TensorDesc { dtype: like.dtype, layout: Layout::with_order(shape, &order)? })
 }
 
-/// True if channels are closer together than pixels.
+/// True if neighbouring channels are closer in memory than neighbouring pixels of a row.
 pub(crate) fn is_channels_last(layout: &Layout) -> bool {
     let (shape, strides) = (layout.shape(), layout.strides());
     shape[1] > 1 && strides[1].unsigned_abs() < strides[3].unsigned_abs()
 }
 
-/// Output tile of a Winograd algorithm with 3x3 filters.
+/// The output tile of a Winograd algorithm for 3x3 filters: `m x m` outputs from a transformed input tile of `alpha x
+/// alpha`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Tile {
@@ -209,7 +214,7 @@ impl Tile {
         }
     }
 
-    /// Side of the transform tile, alpha = m + 2.
+    /// Side of the transformed input tile, alpha = m + 2.
     pub const fn alpha(self) -> usize {
         self.m() + 2
     }
@@ -219,42 +224,43 @@ impl Tile {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Conv2dAlgorithm {
-    /// Sums over the filter's taps, any spec. The planner's choice for depthwise filters. On the CPU the first one of the
-    /// `Direct..` methods that computes the spec.
+    /// Direct sums over the filter's taps, for any spec. On the CPU it stands for the first of the `Direct..`
+    /// algorithms below that supports the spec. The cost model chooses it for depthwise filters, among others.
     Direct,
-    /// Direct sums by tiles of bf16; f32 is split into three parts. For bf16, and for f32 on fewer than eight cores,
-    /// below [`Accuracy::Exact`]; CPUs with AMX.
+    /// Direct sums with AMX tile registers of bf16; each f32 is split into three bf16 parts. For bf16, and for f32 on
+    /// fewer than eight cores, if the accuracy is not [`Accuracy::Exact`]. CPUs with AMX.
     DirectAmx,
-    /// Direct sums by instructions that multiply pairs of bf16: bf16 of one group below [`Accuracy::Exact`]; CPUs with
-    /// AVX-512 BF16 and without AMX.
+    /// Direct sums with instructions that multiply pairs of bf16. For bf16 and one group, if the accuracy is not
+    /// [`Accuracy::Exact`]. CPUs with AVX-512 BF16 and without AMX.
     DirectBf16Pairs,
-    /// Direct sums with vectors over output channels. The taps of a filter row read their pixels as one run. One group,
-    /// channels-last; CPU.
+    /// Direct sums with SIMD vectors over output channels. The pixels that the taps of a filter row read are contiguous
+    /// in memory. For one group and channels-last tensors. CPU.
     DirectRuns,
-    /// Direct sums with vectors over the channels of many groups, channels-last; CPU.
+    /// Direct sums with SIMD vectors over the channels of many groups. For channels-last tensors. CPU.
     DirectGrouped,
-    /// Direct sums of depthwise filters, whose pixels are transposed in registers; CPU.
+    /// Direct sums for depthwise filters. Pixels are transposed in registers. CPU.
     DirectTransposed,
-    /// Direct sums with vectors over the pixels of a channel that is a group of its own; CPU.
+    /// Direct sums for depthwise filters with SIMD vectors over the pixels of a channel. CPU.
     DirectPlane,
-    /// Direct sums with vectors over pixels, any spec; CPU.
+    /// Direct sums with SIMD vectors over pixels, for any spec. CPU.
     DirectPlanar,
-    /// Matrix product of the filter and blocks of the im2col matrix, any spec.
+    /// Matrix product of the filter and blocks of the im2col matrix, for any spec.
     Im2colGemm,
-    /// Winograd in stages: filter transform, input transform, a matrix product for each position
-    /// of the transform tile, output transform. 3x3, stride 1, dilation 1, one group.
+    /// Non-fused Winograd: filter transform, input transform, a matrix product for each position of the transformed
+    /// tile, and output transform, one after the other. For 3x3 filters, stride 1, dilation 1 and one group.
     WinogradGemm(Tile),
-    /// Winograd along the rows of the image and direct sums along its columns, in one pass, for few
-    /// input channels. Same filters; CPU, F(4, 3) only.
+    /// Winograd F(4, 3) along the rows of the image and direct sums along its columns, in one pass over memory, for few
+    /// input channels. Only [`Tile::F4`], for the filters of [`WinogradGemm`](Self::WinogradGemm). CPU.
     WinogradFused(Tile),
-    /// Matrix product of gathered inputs and the filter on tensor cores; f32 is computed as three products of f16. Any
-    /// filter, stride, padding and dilation, and groups (in f16 and bf16, of a multiple of 8 input channels); CUDA of
-    /// compute capability 9.0.
+    /// Matrix product of gathered inputs and the filter on tensor cores; f32 is computed as three products of f16. For
+    /// any filter, stride, padding, dilation and groups (in f16 and bf16, groups of a multiple of 8 input channels).
+    /// CUDA, compute capability 9.0.
     ImplicitGemm,
-    /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA of compute
-    /// capability 9.0.
+    /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. For the filters of
+    /// [`WinogradGemm`](Self::WinogradGemm). CUDA, compute capability 9.0.
     WinogradRow,
-    /// cuDNN's sums of products, any spec with dense tensors of one layout; CUDA with cuDNN installed.
+    /// The convolution of cuDNN, for any spec whose tensors are dense and have the same layout. CUDA, with cuDNN
+    /// installed.
     Cudnn,
 }
 

@@ -14,7 +14,7 @@ use crate::{
 use std::ops::Range;
 
 impl Conv2dConfiguration {
-    /// Refuses parameters that the algorithm does not have on the device of the options, or cannot run with.
+    /// Rejects parameters that the algorithm does not have on the device of the options, or with which it cannot run.
     pub(super) fn check_parameters(&self, options: &PlanOptions) -> Result<()> {
         let on_cpu = options.device == Device::Cpu;
         let own = cpu::parameters(self.algorithm);
@@ -99,12 +99,12 @@ impl Tuned for Conv2d {
         key
     }
 
-    /// Activations behind a ReLU, and weights of mean zero.
+    /// Activations as after a ReLU, and weights of mean zero.
     fn range(input: &'static str) -> (f64, f64) {
         (if input == "x" { 0.0 } else { -1.0 }, 1.0)
     }
 
-    /// Packs the filter before the runs if it is kept. On CUDA packing is a small part of a run.
+    /// Packs the filter before the runs if it is kept. On GPUs packing is a small part of a run.
     fn prepare(
         bound: &PlanInputs<'_, Conv2d>,
         kept: &mut Vec<PackedWeights>,

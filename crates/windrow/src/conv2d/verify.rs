@@ -57,11 +57,11 @@ const SHAPES: [Shape; 35] = [
 ];
 /// The index of the first shape that is also run in the last of the layouts.
 const SHAPES_APART: usize = 30;
-/// The index of the first shape that fills a device. Such shapes are run on CUDA only: an emulator takes minutes for
-/// them.
+/// The index of the first shape that fills a GPU. Such shapes are run on CUDA only: an emulator takes minutes for them.
 const SHAPES_LARGE: usize = 33;
 
-/// Dense ones, some with gaps behind images, which other libraries do not take, and one with a gap behind each element.
+/// Dense layouts, some with gaps after images, which other libraries do not accept, and one with a gap after each
+/// element.
 const LAYOUTS: [&str; 5] =
     ["contiguous", "channels_last", "gaps", "channels_last gaps", "elements apart"];
 
@@ -113,8 +113,8 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
     cases
 }
 
-/// The configurations of a spec: every algorithm with the model's parameters, and with other parameters that launch
-/// kernels of their own. If several images are copied, they are also copied in the least memory.
+/// The configurations of a spec: every algorithm with the cost model's parameters, and with other parameters for which
+/// separate kernels are compiled. If several images are copied, they are also copied in the least memory.
 fn configurations(spec: &Conv2dSpec, device: Device) -> Vec<(Conv2dConfiguration, Option<usize>)> {
     let algorithms = Conv2dPlan::algorithms(spec, device);
     let cuts = match spec.w.shape()[0] > 128 {
@@ -332,7 +332,7 @@ mod tests {
         run_all(Device::Cpu);
     }
 
-    /// Nothing without a device.
+    /// Without a GPU the test does nothing.
     #[test]
     fn every_case_passes_on_cuda() {
         if crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {

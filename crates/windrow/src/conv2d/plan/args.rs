@@ -15,12 +15,12 @@ pub struct Conv2dArgs<'a> {
     pub w: Weights<'a>,
     /// Bias `[k]`, if the spec has one.
     pub bias: Option<TensorRef<'a>>,
-    /// The tensor that is added before the activation, if the spec has one: y's type, shape and strides.
+    /// The residual, if the spec has one. It is added before the activation, and has y's type, shape and strides.
     pub residual: Option<TensorRef<'a>>,
 }
 
 impl<'a> Conv2dArgs<'a> {
-    /// Input and filter alone.
+    /// The arguments without bias and residual.
     pub fn new(x: TensorRef<'a>, w: impl Into<Weights<'a>>) -> Self {
         Conv2dArgs { x, w: w.into(), bias: None, residual: None }
     }
@@ -41,7 +41,8 @@ pub enum Weights<'a> {
     Raw(TensorRef<'a>),
     /// Packed once by [`Conv2dPlan::pack_weights`](crate::Conv2dPlan::pack_weights).
     Packed(&'a PackedWeights),
-    /// A filter like `Raw`, with the packed form kept in the cache until the filter changes.
+    /// A filter as in `Raw`. Its packed form is kept in the cache, and is made again if the content of the filter has
+    /// changed.
     Cached(TensorRef<'a>, &'a FilterCache),
 }
 
@@ -57,7 +58,7 @@ impl<'a> From<&'a PackedWeights> for Weights<'a> {
     }
 }
 
-/// The filter's elements, if they are known.
+/// The filter's elements; `None` for a packed filter that was made without [`Verify::On`](crate::Verify::On).
 pub(in crate::conv2d) fn filter<'a>(w: &Weights<'a>) -> Result<Option<Cow<'a, [f64]>>> {
     match w {
         Weights::Raw(w) | Weights::Cached(w, _) => Ok(Some(w.to_f64_vec()?.into())),

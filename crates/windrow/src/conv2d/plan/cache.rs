@@ -1,4 +1,4 @@
-//! The packed forms of a filter that may change.
+//! A cache of the packed forms of a filter that may change.
 
 use super::checksum::checksum;
 use super::packed::Packing;
@@ -7,22 +7,28 @@ use crate::conv2d::gpu;
 use crate::{Result, TensorDesc, TensorRef};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The most packed forms of a cache: one for each algorithm, tile and element type in use.
+/// The largest number of packed forms that a cache keeps on the CPU. Each combination of algorithm, tile and element
+/// type in use needs one.
 const MAX_FORMS: usize = 8;
 
-/// The packed forms of a filter, kept from run to run: for [`Weights::Cached`](super::Weights::Cached).
+/// A cache of the packed forms of a filter, kept from run to run, for [`Weights::Cached`](super::Weights::Cached).
 ///
-/// The filter's content decides if a packed form is still valid. So it does not matter who changed the filter, how, or
-/// at which address it is. On the CPU every run computes a checksum of the filter (128 bits, XXH3) on the plan's
-/// threads, and packs the filter if the checksum differs from that of the packed form. On CUDA the packing kernel does
-/// this on the device, and the host does not wait: each block computes a checksum (128 bits) of its part, and skips the
-/// part if it was packed before. Filters that only need a copy are copied each time; filters that a kernel can read in
-/// place are not packed. Each stream has its own packed form. A packed form made during a capture belongs to the graph:
-/// each replay compares it with the filter, and it outlives the cache. If the filter was frozen, and packed by a run
-/// before the capture, it is not compared.
+/// A packed form is valid as long as the filter has the content that was packed. So a change is noticed whatever made
+/// it, and the filter may move in memory. Unless the filter is frozen ([`FilterCache::set_frozen`]), each run compares
+/// it with its packed form:
 ///
-/// A cache is for one filter: filters in turn would be packed anew each time. Any number of plans and threads may use
-/// it at the same time. No lock is held while a filter is read or packed.
+/// - On the CPU, the run computes a checksum of the filter (128 bits, XXH3) on the plan's threads, and packs the filter
+///   if the checksum differs from that of the packed form.
+/// - On a GPU, the packing kernel makes the comparison, and the host does not wait. Each thread block computes a
+///   128-bit checksum of its part of the filter, and packs the part only if it has changed. If packing is only a copy,
+///   the filter is copied on each run without a comparison. If a kernel can read the filter in place, it is not packed.
+///
+/// On a GPU each stream has its own packed form, except that all streams share that of a frozen filter. A packed form
+/// that is made while a graph is captured belongs to the graph and lives as long as the graph. Each replay compares it
+/// with the filter. If the filter was frozen and packed by a run before the capture, replays do not compare it.
+///
+/// Use one cache for each filter: if several filters take turns in a cache, each is packed again every time. Any number
+/// of plans and threads may use a cache at the same time. No lock is held while a filter is read or packed.
 ///
 /// ```
 /// use windrow::*;
@@ -50,7 +56,7 @@ const MAX_FORMS: usize = 8;
 #[derive(Debug, Default)]
 pub struct FilterCache {
     state: Mutex<State>,
-    /// The packed forms on devices.
+    /// The packed forms on GPUs.
     packs: gpu::Packs<Packing>,
 }
 
@@ -66,7 +72,7 @@ struct CachedForm {
     /// The layout and type of the filter from which the checksum was computed.
     source: TensorDesc,
     sum: u128,
-    /// True if it was compared with the filter since the cache was frozen.
+    /// True if the filter is frozen and was compared with this form since: it needs no further comparison.
     trusted: bool,
     packed: Arc<PackedWeights>,
 }
@@ -77,8 +83,9 @@ impl FilterCache {
         Self::default()
     }
 
-    /// Sets or ends the caller's promise that the filter does not change from now on. With the promise, each packed
-    /// form is compared with the filter once more; later runs do not read the filter.
+    /// Says whether the filter is frozen. With `true` the caller promises that the filter does not change until
+    /// `set_frozen(false)`. Each packed form is then compared with the filter only once more, and later runs do not
+    /// read the filter.
     pub fn set_frozen(&self, frozen: bool) {
         self.packs.set_frozen(frozen);
         let mut state = self.lock();
@@ -86,18 +93,18 @@ impl FilterCache {
         state.forms.iter_mut().for_each(|kept| kept.trusted = false);
     }
 
-    /// The value that [`FilterCache::set_frozen`] has set; `false` at first.
+    /// True if the filter is frozen: the last value given to [`FilterCache::set_frozen`], at first `false`.
     pub fn is_frozen(&self) -> bool {
         self.lock().frozen
     }
 
-    /// The bytes of the packed forms that it keeps.
+    /// The total size in bytes of the packed forms in the cache.
     pub fn bytes(&self) -> usize {
         let on_cpu: usize = self.lock().forms.iter().map(|kept| kept.packed.bytes()).sum();
         on_cpu + self.packs.bytes()
     }
 
-    /// Drops all packed forms. Runs that use them finish first.
+    /// Drops all packed forms. Runs in progress keep theirs until they are done.
     pub fn clear(&self) {
         let forms = std::mem::take(&mut self.lock().forms);
         // Dropped after the lock is released.
@@ -105,7 +112,7 @@ impl FilterCache {
         self.packs.clear();
     }
 
-    /// The packed forms of plans on devices.
+    /// The packed forms for plans on GPUs.
     pub(super) fn packs(&self) -> &gpu::Packs<Packing> {
         &self.packs
     }
@@ -142,13 +149,13 @@ impl FilterCache {
         Ok(packed)
     }
 
-    /// See [`gpu::Packs::spoil`].
+    /// Corrupts a packed form on a GPU, to test that runs read it (see [`gpu::Packs::spoil`]).
     #[cfg(test)]
     pub(in crate::conv2d) fn spoil(&self, stream: &crate::gpu::Stream) {
         self.packs.spoil(stream);
     }
 
-    /// The locked forms. Under the lock nothing can panic except for lack of memory, so poisoning is ignored.
+    /// The locked forms. While the lock is held nothing can panic, unless memory runs out. So poisoning is ignored.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }

@@ -1,4 +1,5 @@
-//! The comparison of a plan's results, and of the stages that lead to them, with the oracle.
+//! The comparison of a plan's results, and of the stages that lead to them, with the oracle. The *scale* of an element
+//! is the sum of the magnitudes of its terms; allowed errors are relative to it.
 
 use super::{Conv2dArgs, Conv2dPlan, Cpu, Weights, filter};
 use crate::conv2d::winograd_reference::Stages;
@@ -9,7 +10,7 @@ use crate::{DType, Error, Result, TensorRef};
 use std::borrow::Cow;
 
 impl Conv2dPlan {
-    /// The filter itself, if it is known.
+    /// The original filter; an error if it was packed by a plan without [`Verify::On`](crate::Verify::On).
     pub(in crate::conv2d) fn known_filter<'a>(&self, w: &Weights<'a>) -> Result<Cow<'a, [f64]>> {
         self.check_packed(w)?;
         filter(w)?.ok_or_else(|| {
@@ -18,12 +19,12 @@ impl Conv2dPlan {
         })
     }
 
-    /// The expected result of [`Conv2dPlan::run`], with the scale to which the plan's tolerance refers.
+    /// The oracle's result for [`Conv2dPlan::run`], with the scales by which [`Conv2dPlan::tolerance`] is multiplied.
     pub(crate) fn expected(&self, args: &Conv2dArgs<'_>, w: &[f64]) -> Result<Expected> {
         self.expected_of(&self.problem, args, w)
     }
 
-    /// The result of [`Conv2dPlan::expected`] for some images and output channels.
+    /// The same as [`Conv2dPlan::expected`], for the images and output channels of `part` only.
     pub(in crate::conv2d) fn expected_of(
         &self,
         part: &Problem,
@@ -39,7 +40,8 @@ impl Conv2dPlan {
         self.widened(want, part, &x, w)
     }
 
-    /// The oracle's result for `part`, with the scale to which the plan's tolerance refers.
+    /// The oracle's result `want` for `part`. If the plan uses one of Winograd's algorithms, the scales are raised to
+    /// those of its tiles.
     pub(in crate::conv2d) fn widened(
         &self,
         want: Expected,
@@ -69,8 +71,8 @@ impl Conv2dPlan {
         }
     }
 
-    /// The im2col matrix [group, term, pixel] that the algorithm multiplies, and the oracle's; `None`
-    /// for one that has none.
+    /// The im2col matrix [group, term, pixel] of the algorithm, and that of the oracle. `None` on GPUs, and for
+    /// algorithms without such a matrix.
     pub(crate) fn im2col(&self, x: &TensorRef<'_>) -> Result<Option<(Vec<f32>, Vec<f64>)>> {
         let Backend::Cpu(Cpu { engine, .. }) = &self.backend else { return Ok(None) };
         let Some(matrix) = engine.im2col(x)? else { return Ok(None) };
@@ -86,8 +88,9 @@ impl Conv2dPlan {
         engine!(self, engine => engine.winograd_stages(w, x))
     }
 
-    /// Errors of U and V beside the tolerances, relative to the largest number of an output channel's filters and of an
-    /// image.
+    /// The errors of the transformed filter U and the transformed input V that underflow adds to the tolerances. That
+    /// of U is relative to the largest magnitude of an output channel's filter, that of V to the largest magnitude of
+    /// an image.
     pub(crate) fn stage_underflows(&self) -> [f64; 2] {
         match &self.backend {
             Backend::Cpu(_) => [0.0; 2],

@@ -11,23 +11,24 @@ use crate::try_once_lock::TryOnceLock;
 use crate::{Activation, Result, TensorMut, TensorRef, Workspace};
 use std::num::NonZeroUsize;
 
-/// The CPU's part of a plan.
+/// The engine on the CPU: a plan's prepared convolution and its gradients.
 #[derive(Debug)]
 pub struct Cpu {
     pub(super) engine: Box<dyn Prepared>,
-    /// The rounding error of f16/bf16 results that are stored before the activation reads them.
+    /// The error of rounding sums to f16/bf16 if the activation is applied in a second pass over y; otherwise 0.
     rounding: f64,
     isa: Isa,
     pub(super) threads: usize,
     backward: TryOnceLock<Backward>,
 }
 
-/// Threads beyond which a plan takes no more, however many it is given: each has scratch memory of its own.
+/// The largest number of threads that a convolution uses. It is limited because each thread has scratch memory of its
+/// own.
 fn most_threads() -> usize {
     4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(16)
 }
 
-/// The task that methods are asked about.
+/// The description of the convolution that is given to methods.
 fn task<'a>(setup: &Setup<'a, Conv2d, Isa>, threads: usize) -> Result<Task<'a>> {
     Task::new(setup.spec, setup.problem, setup.place, threads)
 }
@@ -103,12 +104,12 @@ impl Cpu {
         self.packed_bytes()
     }
 
-    /// Bytes of workspace beside a packed filter.
+    /// Bytes of workspace for a run, not counting the packed filter.
     pub(super) fn scratch_bytes(&self) -> usize {
         self.engine.workspace_bytes()
     }
 
-    /// As [`Cpu::scratch_bytes`]: no method needs more for some addresses.
+    /// The same as [`Cpu::scratch_bytes`]: on the CPU it does not depend on the address of x.
     pub(super) fn scratch_bytes_for(&self, _: &TensorRef<'_>) -> usize {
         self.scratch_bytes()
     }
@@ -117,7 +118,7 @@ impl Cpu {
         PackedForm::Cpu { width: self.engine.packed_width() }
     }
 
-    /// Views and aliasing have been checked.
+    /// Computes y. The caller has checked the views, and that y shares no memory with an input.
     pub(super) fn run(
         &self,
         plan: &Conv2dPlan,
@@ -159,7 +160,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Outputs of a tile of one of Winograd's algorithms.
+    /// The side m of the output tile; `None` if the algorithm is not one of Winograd's.
     pub(super) fn tile(&self) -> Option<usize> {
         self.engine.tile().map(Tile::m)
     }
@@ -176,8 +177,9 @@ impl Cpu {
         self.engine.winograd_stages(w, x)
     }
 
-    /// The tolerances of U, V and M, for the roundings of two transforms and of sums. U is formed in f64, so only its
-    /// last rounding counts.
+    /// The tolerances of Winograd's intermediate tensors: the transformed filter U, the transformed input V and their
+    /// products M. `transforms` and `sums` are the errors of two transforms in a row and of the sums. U is computed in
+    /// f64, so its tolerance is that of f64; the comparison allows for its rounding to f32.
     pub(super) fn stage_tolerances(&self, transforms: f64, sums: f64) -> [f64; 3] {
         [1e-12, transforms, sums + transforms]
     }
@@ -186,13 +188,13 @@ impl Cpu {
         self.backward.get(|| Backward::new(&plan.spec, &plan.problem, self.isa, self.threads))
     }
 
-    /// Bytes of workspace for any of the gradients.
+    /// Bytes of workspace that are enough for each of the gradients.
     pub(in crate::conv2d) fn gradient_bytes(&self, plan: &Conv2dPlan) -> Result<usize> {
         let backward = self.backward(plan)?;
         Ok(backward.data.bytes().max(backward.weight_bytes()))
     }
 
-    /// Computes the gradient of x, as [`Cpu::run`] computes y.
+    /// Computes the gradient of x. The caller has made the same checks as for [`Cpu::run`].
     pub(in crate::conv2d) fn data(
         &self,
         plan: &Conv2dPlan,
@@ -208,7 +210,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Computes the gradient of the filter, as [`Cpu::run`] computes y.
+    /// Computes the gradient of the filter. The caller has made the same checks as for [`Cpu::run`].
     pub(in crate::conv2d) fn weight(
         &self,
         plan: &Conv2dPlan,
@@ -222,7 +224,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Computes the gradient of the bias, as [`Cpu::run`] computes y.
+    /// Computes the gradient of the bias. The caller has made the same checks as for [`Cpu::run`].
     pub(in crate::conv2d) fn bias(
         &self,
         plan: &Conv2dPlan,
@@ -234,12 +236,12 @@ impl Cpu {
         Ok(())
     }
 
-    /// Outputs of a tile, where the data gradient is one of Winograd's.
+    /// The side m of the output tile; `None` if the data gradient is not computed by one of Winograd's algorithms.
     pub(in crate::conv2d) fn data_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
         Ok(self.backward(plan)?.data.tile().map(Tile::m))
     }
 
-    /// The tile of the weight gradient, as [`Cpu::data_tile`].
+    /// The same for the weight gradient.
     pub(in crate::conv2d) fn weight_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
         Ok(self.backward(plan)?.weight.tile().map(Tile::m))
     }

@@ -11,7 +11,7 @@ use crate::plan::{Engine, Setup};
 use crate::try_once_lock::TryOnceLock;
 use crate::{Device, PlanOptions, Result, TensorMut, TensorRef, Workspace};
 
-/// The GPU's part of a plan.
+/// The engine on GPUs: a plan's prepared convolution and its gradients.
 #[derive(Debug)]
 pub struct Gpu {
     pub(super) engine: Box<dyn Prepared>,
@@ -20,7 +20,7 @@ pub struct Gpu {
     backward: TryOnceLock<Box<Backward>>,
 }
 
-/// The device of a plan, and what is to be computed there.
+/// The GPU of a plan, and the description of the convolution that is given to methods.
 fn task<'a>(setup: &Setup<'a, Conv2d, Device>) -> Result<(&'static device::Gpu, Task<'a>)> {
     let gpu = device::Gpu::get(setup.place)?;
     Ok((gpu, Task::new(gpu, setup.spec, setup.problem, setup.options)))
@@ -73,7 +73,7 @@ impl Engine<Conv2d> for Gpu {
         algorithm: Conv2dAlgorithm,
     ) -> Vec<Conv2dConfiguration> {
         let mut all = vec![Conv2dConfiguration::new(algorithm)];
-        // Without the device there is nothing to search for.
+        // Without the GPU there is nothing to search for.
         all.extend(
             task(setup).map_or_else(|_| Vec::new(), |(_, t)| methods::candidates(&t.by(algorithm))),
         );
@@ -93,7 +93,7 @@ impl Engine<Conv2d> for Gpu {
 }
 
 impl Gpu {
-    /// The bytes as in [`Cpu::raw_bytes`](super::Cpu::raw_bytes).
+    /// Bytes of workspace for the packed form of a filter that is given as [`Weights::Raw`].
     pub(super) fn raw_bytes(&self) -> usize {
         self.engine.packed_bytes()
     }
@@ -106,12 +106,12 @@ impl Gpu {
         if self.engine.reads_in_place(w.as_ptr()) { 0 } else { self.engine.packed_bytes() }
     }
 
-    /// Bytes of workspace beside a packed filter.
+    /// Bytes of workspace for a run, not counting the packed filter.
     pub(super) fn scratch_bytes(&self) -> usize {
         self.engine.scratch_bytes()
     }
 
-    /// Bytes of workspace beside a packed filter, for the images at this address.
+    /// Bytes of workspace for a run with an input at x's address, not counting the packed filter.
     pub(super) fn scratch_bytes_for(&self, x: &TensorRef<'_>) -> usize {
         self.engine.scratch_bytes_for(x.as_ptr())
     }
@@ -120,7 +120,7 @@ impl Gpu {
         PackedForm::Cuda(self.engine.packed_form())
     }
 
-    /// Views and aliasing have been checked.
+    /// Computes y. The caller has checked the views, and that y shares no memory with an input.
     pub(super) fn run(
         &self,
         plan: &Conv2dPlan,
@@ -168,7 +168,7 @@ impl Gpu {
         }
     }
 
-    /// Outputs of a tile of one of Winograd's algorithms.
+    /// The side m of the output tile; `None` if the algorithm is not one of Winograd's.
     pub(super) fn tile(&self) -> Option<usize> {
         self.engine.tile()
     }
@@ -196,8 +196,8 @@ impl Gpu {
         self.engine.underflows()
     }
 
-    /// The prepared gradients. Their methods are chosen when the first gradient is asked for, also while a stream is
-    /// captured.
+    /// The gradients, with their kernels loaded. They are prepared when the first gradient is requested, even if a
+    /// stream is being captured at that time.
     fn backward(&self, plan: &Conv2dPlan) -> Result<&Backward> {
         let spec = plan.spec.clone().with_residual(false);
         let task = Task::new(self.gpu, &spec, &plan.problem, &PlanOptions::default());
@@ -206,12 +206,12 @@ impl Gpu {
         Ok(backward)
     }
 
-    /// Bytes of workspace for any of the gradients.
+    /// Bytes of workspace that are enough for each of the gradients.
     pub(in crate::conv2d) fn gradient_bytes(&self, plan: &Conv2dPlan) -> Result<usize> {
         Ok(self.backward(plan)?.scratch_bytes())
     }
 
-    /// Computes the gradient of x, as [`Gpu::run`] computes y.
+    /// Computes the gradient of x. The caller has made the same checks as for [`Gpu::run`].
     pub(in crate::conv2d) fn data(
         &self,
         plan: &Conv2dPlan,
@@ -234,7 +234,7 @@ impl Gpu {
         unsafe { gradient.run(stream, filter, operands) }
     }
 
-    /// Computes the gradient of the filter, as [`Gpu::run`] computes y.
+    /// Computes the gradient of the filter. The caller has made the same checks as for [`Gpu::run`].
     pub(in crate::conv2d) fn weight(
         &self,
         plan: &Conv2dPlan,
@@ -250,7 +250,7 @@ impl Gpu {
         unsafe { gradients.weight(stream, &operands) }
     }
 
-    /// Computes the gradient of the bias, as [`Gpu::run`] computes y.
+    /// Computes the gradient of the bias. The caller has made the same checks as for [`Gpu::run`].
     pub(in crate::conv2d) fn bias(
         &self,
         plan: &Conv2dPlan,
@@ -265,12 +265,12 @@ impl Gpu {
         unsafe { gradient.run(stream, dy.as_ptr(), out, scratch) }
     }
 
-    /// The tile as in [`Cpu::data_tile`](super::Cpu::data_tile).
+    /// The side of the output tile, as in [`Cpu::data_tile`](super::Cpu::data_tile).
     pub(in crate::conv2d) fn data_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
         Ok(self.backward(plan)?.data.tile())
     }
 
-    /// The tile of the weight gradient, as [`Gpu::data_tile`].
+    /// The same for the weight gradient.
     pub(in crate::conv2d) fn weight_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
         Ok(self.backward(plan)?.weight_tile())
     }

@@ -1,4 +1,4 @@
-//! Gradients of a convolution by its plan.
+//! The gradients of a convolution, computed with its plan.
 
 use super::Conv2dPlan;
 use crate::conv2d::mirrored::mirrored;
@@ -10,21 +10,22 @@ use crate::verification::Expected;
 use crate::{Activation, Error, Result, TensorMut, TensorRef, Workspace};
 
 impl Conv2dPlan {
-    /// Bytes of workspace that the three gradients need.
+    /// The bytes of workspace that are enough for each of the three gradients.
     ///
     /// # Errors
-    /// What making their plans can give: [`Error::OutOfMemory`], and on a device [`Error::Backend`].
+    /// [`Error::OutOfMemory`], and on a GPU [`Error::Backend`], because the first call prepares the gradients.
     pub fn backward_workspace_bytes(&self) -> Result<usize> {
         engine!(self, engine => engine.gradient_bytes(self))
     }
 
-    /// `dx`, the gradient of x, from the filter and `dy`, the gradient of y. Views have the spec's
-    /// types, shapes and strides: `w` those of w, `dy` those of y, `dx` those of x. For stride 1
-    /// this is a convolution itself, and Winograd where the spec's accuracy allows.
+    /// Computes `dx`, the gradient of x, from the filter and `dy`, the gradient of y. The views must have types, shapes
+    /// and strides of the spec: `w` those of `spec.w`, `dy` those of `spec.y`, `dx` those of `spec.x`. For stride 1,
+    /// dilation 1 and one group the gradient is itself a convolution. One of Winograd's algorithms may then compute it,
+    /// if the filter is 3x3 and the spec's accuracy allows it.
     ///
     /// # Errors
-    /// As [`Conv2dPlan::run`], and [`Error::Unsupported`] if the spec has an activation: multiply
-    /// `dy` by its derivative first.
+    /// As [`Conv2dPlan::run`], and [`Error::Unsupported`] if the spec has an activation. In that case make a plan
+    /// without activation, and multiply `dy` by the activation's derivative.
     pub fn backward_data(
         &self,
         w: &TensorRef<'_>,
@@ -50,8 +51,8 @@ impl Conv2dPlan {
         )
     }
 
-    /// `dw`, the gradient of the filter, [k, c/groups, r, s] with any strides, in f32 or the
-    /// filter's type. The order of its sums does not depend on threads.
+    /// Computes `dw`, the gradient of the filter, [k, c/groups, r, s] with any strides, in f32 or the filter's type.
+    /// The result has the same bits for any number of threads.
     ///
     /// # Errors
     /// As [`Conv2dPlan::backward_data`].
@@ -80,7 +81,7 @@ impl Conv2dPlan {
         )
     }
 
-    /// `db`, the gradient of the bias, `[k]`, in f32 or x's type: sums of `dy`.
+    /// Computes `db`, the gradient of the bias, `[k]`, in f32 or x's type: the sums of `dy` over images and pixels.
     ///
     /// # Errors
     /// As [`Conv2dPlan::backward_data`].
@@ -106,13 +107,13 @@ impl Conv2dPlan {
         )
     }
 
-    /// The data gradient that the oracle gives, with the scale that [`Self::gradient_tolerances`] refers
-    /// to.
+    /// The oracle's data gradient, with the scales by which its tolerance of [`Self::gradient_tolerances`] is
+    /// multiplied.
     pub(crate) fn expected_data(&self, w: &[f64], dy: &[f64]) -> Result<Expected> {
         self.widened_data(reference::backward_data(&self.problem, w, dy)?, w, dy)
     }
 
-    /// The result of [`Self::expected_data`], from what the oracle computed before.
+    /// The same as [`Self::expected_data`], for the oracle's result `want`.
     pub(in crate::conv2d) fn widened_data(
         &self,
         want: Expected,
@@ -124,8 +125,8 @@ impl Conv2dPlan {
             (engine!(self, engine => engine.data_tile(self))?, mirrored(&self.spec, &self.problem))
             && let Ok(p) = spec.problem()
         {
-            // As in the forward direction, with the channels of the filter swapped; how its taps are
-            // ordered does not matter.
+            // The same as in the forward direction, with the channels of the filter swapped. The order of the taps does
+            // not matter.
             let taps = p.r * p.s;
             let swapped = (0..p.k * p.c * taps)
                 .map(|i| w[((i / taps % p.c) * p.k + i / taps / p.c) * taps + i % taps]);
@@ -134,13 +135,13 @@ impl Conv2dPlan {
         Ok(want.widened(tiles))
     }
 
-    /// The weight gradient that the oracle gives, with the scale that [`Self::gradient_tolerances`] refers
-    /// to.
+    /// The oracle's weight gradient, with the scales by which its tolerance of [`Self::gradient_tolerances`] is
+    /// multiplied.
     pub(crate) fn expected_weight(&self, x: &[f64], dy: &[f64]) -> Result<Expected> {
         self.widened_weight(reference::backward_weight(&self.problem, x, dy)?, x, dy)
     }
 
-    /// The result of [`Self::expected_weight`], from what the oracle computed before.
+    /// The same as [`Self::expected_weight`], for the oracle's result `want`.
     pub(in crate::conv2d) fn widened_weight(
         &self,
         want: Expected,

@@ -1,4 +1,5 @@
-//! Plans and runs of convolutions.
+//! The plan of a convolution, its runs, its gradients and its packed filters, with an engine for the CPU and one for
+//! GPUs.
 
 mod args;
 mod cache;
@@ -75,7 +76,7 @@ impl Operator for Conv2d {
         Conv2dArgs { x: required(0), w, bias: views[1], residual: views[2] }
     }
 
-    /// The inputs that are views: a packed filter is none.
+    /// The inputs that are tensor views. A packed filter is not a view.
     fn inputs(args: &Conv2dArgs<'_>) -> &'static [Input<Conv2dSpec>] {
         match args.w {
             Weights::Raw(_) | Weights::Cached(..) => Self::INPUTS,
@@ -92,21 +93,22 @@ impl Operator for Conv2d {
     }
 }
 
-/// The description of a plan behind its configuration.
+/// The part of [`Plan::explain`]'s text that comes after the configuration.
 fn explained(plan: &Conv2dPlan, place: &str, blocking: &str) -> String {
     let (accuracy, bytes) = (plan.spec.accuracy.name(), plan.workspace_bytes());
     format!(" on {place} at accuracy {accuracy}: {blocking}; workspace {bytes} bytes")
 }
 
 impl Conv2dPlan {
-    /// The bytes of workspace that [`Conv2dPlan::run`] needs with [`Weights::Packed`].
+    /// The bytes of workspace that [`Conv2dPlan::run`] needs if the filter is packed already ([`Weights::Packed`] or
+    /// [`Weights::Cached`]).
     pub fn packed_workspace_bytes(&self) -> usize {
         engine!(self, engine => engine.scratch_bytes())
     }
 
-    /// The bytes of workspace that [`Conv2dPlan::run`] needs for this x and these weights. They are at most
-    /// [`Conv2dPlan::workspace_bytes`]; on a GPU they are less if kernels can read x where it lies, which also depends on
-    /// its address.
+    /// The bytes of workspace that [`Conv2dPlan::run`] needs for this x and these weights: at most
+    /// [`Conv2dPlan::workspace_bytes`]. They are fewer with a packed or cached filter. On a GPU they are also fewer if
+    /// the kernels can read x in place, which depends on its strides and its address.
     pub fn workspace_bytes_for(&self, x: &TensorRef<'_>, weights: &Weights<'_>) -> usize {
         let packed = engine!(self, engine => engine.scratch_bytes_for(x));
         match weights {
@@ -115,15 +117,18 @@ impl Conv2dPlan {
         }
     }
 
-    /// Runs the convolution and writes y.
+    /// Runs the convolution and writes y. On a GPU it returns when the work is enqueued.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if a view is not as in the spec;
-    /// [`Error::WrongDevice`]; [`Error::Aliasing`] if y shares memory with an input; [`Error::OutOfMemory`] with
-    /// [`Weights::Cached`];
-    /// [`Error::Parameter`] if the bias or the residual is missing or one too many; [`Error::ForeignPack`] if the
-    /// filter was packed for another plan; [`Error::WorkspaceTooSmall`]; [`Error::Verification`] under
-    /// [`Verify::On`](crate::Verify::On) only.
+    /// - [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] if a view does not agree with the spec;
+    /// - [`Error::Parameter`] if the spec has a bias or a residual and the arguments do not, or the reverse;
+    /// - [`Error::WrongDevice`] if a tensor or the workspace is not on the plan's device;
+    /// - [`Error::Aliasing`] if y shares memory with an input;
+    /// - [`Error::ForeignPack`] if [`Conv2dPlan::accepts`] is false for the packed filter;
+    /// - [`Error::WorkspaceTooSmall`];
+    /// - [`Error::OutOfMemory`], with [`Weights::Cached`] only;
+    /// - [`Error::Backend`], on a GPU only;
+    /// - [`Error::Verification`], with [`Verify::On`](crate::Verify::On) only.
     pub fn run(
         &self,
         args: &Conv2dArgs<'_>,
@@ -149,7 +154,7 @@ impl Conv2dPlan {
         )
     }
 
-    /// Returns [`Error::ForeignPack`] for a filter that was packed for another plan.
+    /// Returns [`Error::ForeignPack`] for a filter that is not packed as this plan needs it.
     fn check_packed(&self, w: &Weights<'_>) -> Result<()> {
         match w {
             Weights::Packed(packed) if !self.accepts(packed) => Err(Error::ForeignPack {

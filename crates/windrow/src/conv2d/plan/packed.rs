@@ -11,7 +11,7 @@ use crate::tensor::check_device;
 use crate::{Device, Error, Result, TensorRef, Verify, Workspace};
 use std::sync::Arc;
 
-/// The facts on which the form of a packed filter depends.
+/// The properties that decide whether a plan can use a packed filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Packing {
     algorithm: Conv2dAlgorithm,
@@ -24,23 +24,26 @@ pub(super) struct Packing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum PackedForm {
     Cpu {
-        /// The number of channels that are neighbours in memory.
+        /// The number of channels that lie next to each other in the packed filter.
         width: usize,
     },
     Cuda(gpu::PackedForm),
 }
 
-/// A filter in the form that an algorithm reads. [`Conv2dPlan::pack_weights`] makes it once for any number of runs, also
-/// of other plans with the same algorithm, filter shape and packing (batch, image size, padding and element type may
-/// differ).
+/// A packed filter: a filter in the form that an algorithm reads. [`Conv2dPlan::pack_weights`] makes it once for any
+/// number of runs.
 ///
-/// On CUDA, dropping it does not wait: its memory is freed after the runs that were enqueued so far. Graphs that captured
-/// such runs keep the memory.
+/// Another plan on the same device can use it if [`Conv2dPlan::accepts`] is true: it needs the same algorithm, filter
+/// shape, number of groups and packed layout, and on a GPU the same element type. Batch, image size and padding may
+/// differ, and on the CPU also the element type.
+///
+/// On a GPU, dropping it does not wait. Its memory is freed after the runs that use it and were enqueued before. A
+/// graph that captured such a run keeps the memory.
 #[derive(Debug)]
 pub struct PackedWeights {
     pub(super) packing: Packing,
     pub(super) data: PackedData,
-    /// The filter itself, kept by plans that verify.
+    /// The original filter, kept only if the plan was made with [`Verify::On`].
     pub(super) source: Option<Vec<f64>>,
 }
 
@@ -64,7 +67,7 @@ impl PackedWeights {
         self.packing.algorithm
     }
 
-    /// Changes the sign of the first element, to test that this is noticed.
+    /// Changes the sign of the first f32 element, to test that a comparison notices it.
     #[cfg(test)]
     pub(in crate::conv2d) fn spoil(&mut self) {
         if let PackedData::Host(data) = &mut self.data {
@@ -74,12 +77,12 @@ impl PackedWeights {
 }
 
 impl Conv2dPlan {
-    /// Packs a filter [k, c/groups, r, s] of the spec's type and strides for any number of runs.
-    /// The memory is its own, not the workspace's. On CUDA this waits for the workspace's stream.
+    /// Packs a filter [k, c/groups, r, s] of the spec's type and strides for any number of runs. The packed filter has
+    /// its own memory; the workspace's memory is not used. On a GPU the call waits for the workspace's stream.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if `w` is not as in the spec,
-    /// [`Error::WrongDevice`], [`Error::OutOfMemory`].
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] if `w` does not agree with the spec,
+    /// [`Error::WrongDevice`], [`Error::OutOfMemory`], and on a GPU [`Error::Backend`].
     pub fn pack_weights(
         &self,
         w: &TensorRef<'_>,
@@ -114,7 +117,8 @@ impl Conv2dPlan {
         Ok(PackedWeights { packing: self.packing(), data, source })
     }
 
-    /// True if `packed` was packed for this plan or one with the same packing.
+    /// True if this plan can use `packed`: it was packed for this plan, or for one with the same algorithm, filter
+    /// shape, groups and packed layout (see [`PackedWeights`]).
     pub fn accepts(&self, packed: &PackedWeights) -> bool {
         packed.packing == self.packing()
     }
@@ -129,13 +133,13 @@ impl Conv2dPlan {
         }
     }
 
-    /// Bytes of the filter that [`Conv2dPlan::pack_weights`] makes.
+    /// The size in bytes of a packed filter.
     pub fn packed_bytes(&self) -> usize {
         engine!(self, engine => engine.packed_bytes())
     }
 
-    /// Bytes that a [`FilterCache`](crate::FilterCache) keeps of the filter `w` for this plan: none if a GPU reads the
-    /// filter without a copy.
+    /// The number of bytes that a [`FilterCache`](crate::FilterCache) stores for the filter `w` and this plan; 0 if a
+    /// GPU can read the filter in place.
     pub fn kept_bytes(&self, w: &TensorRef<'_>) -> usize {
         engine!(self, engine => engine.kept_bytes(w))
     }
@@ -154,7 +158,7 @@ mod tests {
     use super::*;
     use crate::DType;
 
-    /// Plans on GPUs accept only a filter of their own packing.
+    /// Plans on GPUs accept only filters with their own packed layout and element type.
     #[test]
     fn packs_of_another_form_are_others() {
         let of = |groups, method, dtype, products, order| Packing {

@@ -1,4 +1,4 @@
-//! The ways in which a convolution can be refused.
+//! Convolutions that must be rejected.
 
 use super::*;
 use crate::Accuracy;
@@ -133,7 +133,7 @@ fn algorithms_that_cannot() {
     }
 }
 
-/// `direct` is the first of its methods that computes a spec, and each can be asked for by name.
+/// `direct` is the first of the direct methods that computes a spec, and each of them can be named.
 #[test]
 fn methods_of_direct_have_names() {
     use Conv2dAlgorithm::{
@@ -408,11 +408,11 @@ fn transposed_convolutions() {
         let refused = of(&y, &w, &params, output_padding);
         assert!(matches!(refused, Err(Error::Parameter { name: "output_padding", .. })));
     }
-    // Zeros behind y.
+    // Zeros after y.
     let params = twice.with_stride([1, 2]).with_dilation([4, 6]);
     let spec = of(&y, &w, &params, [3, 5]).unwrap();
     assert_eq!((spec.x.shape(), spec.y.shape()), (&[2, 4, 17, 26][..], &[2, 8, 9, 7][..]));
-    // Of no images, whose rows and columns nobody has to have.
+    // No images, so rows and columns need not exist.
     let spec = of(&[0, 8, 4, 0], &w, &twice, [1, 1]).unwrap();
     assert_eq!((spec.x.shape(), spec.y.shape()), (&[0, 4, 10, 2][..], &[0, 8, 4, 0][..]));
     assert!(spec.problem().is_ok());

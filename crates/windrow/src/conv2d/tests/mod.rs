@@ -212,7 +212,7 @@ prop_compose! {
 }
 
 prop_compose! {
-    /// Convolutions in which every channel is a group of its own.
+    /// Depthwise convolutions.
     fn depthwise()(case in any_case(), c in 1usize..70, multiplier in 1usize..3) -> Case {
         let [n, _, h, w] = case.x;
         let [_, r, s] = case.filter;

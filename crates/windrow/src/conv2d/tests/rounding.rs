@@ -3,7 +3,7 @@
 use super::*;
 use crate::verification::random_tensor;
 
-/// Relative RMS error over 256 channels, behind a ReLU.
+/// Relative RMS error over 256 channels, after a ReLU.
 fn error(algorithm: Conv2dAlgorithm, isa: Isa) -> f64 {
     let of = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape).unwrap();
     let params = Conv2dParams::default();
