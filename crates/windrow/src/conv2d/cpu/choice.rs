@@ -7,18 +7,20 @@ use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::spec::is_channels_last;
 use crate::{Accuracy, DType, Filter};
 
-/// Most input channels for which direct summation is faster than Winograd's algorithm in stages.
+/// The largest number of input channels for which direct sums are faster than non-fused Winograd.
 const DIRECT_CHANNELS: usize = 4;
-/// Most input channels for which direct sums by products of bf16 are faster than Winograd's algorithm.
+/// The largest number of input channels for which direct sums with products of bf16 are faster than Winograd's
+/// algorithm.
 const BF16_CHANNELS: usize = 10;
-/// Fewest output pixels for which they are: they round so many at once.
+/// The smallest number of output pixels for which they are: they round this number at once.
 const BF16_PIXELS: usize = 32;
-/// Most input channels for which sums over runs are faster than Winograd's algorithm.
+/// The largest number of input channels for which sums over runs are faster than Winograd's algorithm.
 const RUN_CHANNELS: usize = 6;
-/// Most elements of a filter, all of which each row of the output reads, for which they are faster than a product of blocks.
+/// The largest number of elements of a filter for which they are faster than a product of blocks: each row of the
+/// output reads the whole filter.
 const RUN_FILTER: usize = 128 << 10;
 
-/// The algorithm that should be fastest within the accuracy asked for.
+/// The algorithm that should be fastest among those that the accuracy allows.
 pub(crate) fn choose(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
     let (spec, p) = (task.spec, task.problem);
     // No other algorithm has as many products of bf16 in a cycle: 16 times those of vectors of f32, of which F(6, 3)

@@ -37,7 +37,7 @@ pub(super) trait TapSums: Debug + Send + Sync + Sized + 'static {
     /// Blocking, in words.
     fn explain(&self) -> String;
 
-    /// Most additions in a row that form an element.
+    /// The largest number of additions, one after the other, that form an element.
     fn additions(&self, stencil: &Stencil) -> usize {
         stencil.terms()
     }
@@ -68,15 +68,15 @@ pub(super) trait TapSums: Debug + Send + Sync + Sized + 'static {
     /// Computes one unit.
     ///
     /// # Safety
-    /// Source and destination elements of the stencil are in memory, those that the unit writes touched by nobody
-    /// else; the operands' filter was packed by an equal plan; `scratch` holds [`TapSums::scratch_len`] elements.
+    /// Source and destination elements of the stencil are in memory, and nothing else accesses those that the unit
+    /// writes. The operands' filter was packed by an equal plan. `scratch` holds [`TapSums::scratch_len`] elements.
     unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, scratch: *mut f32);
 }
 
 /// The form of a packed filter; zeros beyond a group's channels.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Packing {
-    /// [group, panel, c, filter row, filter column, channel of the panel], for panels of so many channels.
+    /// [group, panel, c, filter row, filter column, channel of the panel], for panels of this number of channels.
     Panels(usize),
     /// The same in the order of products, [group, panel, filter row, filter column, c, channel of the panel].
     Products(usize),

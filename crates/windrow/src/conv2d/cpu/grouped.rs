@@ -20,7 +20,7 @@ pub(super) struct Grouped {
 enum Groups {
     /// The same channels of the source.
     Single,
-    /// The channels of as many small groups.
+    /// The source channels of several small groups.
     Small,
     /// The same numbers in all lanes, of one group.
     Large,
@@ -74,7 +74,7 @@ pub(super) trait Read<S: Simd>: Copy {
     /// Channel `c` of the groups that begin at `at`.
     ///
     /// # Safety
-    /// What [`Read::first`] was asked for is readable.
+    /// What [`Read::first`] names is readable.
     unsafe fn load<T: SimdElement>(self, s: S, at: *const T, c: usize) -> S::F32;
 }
 
@@ -95,7 +95,7 @@ impl<S: Simd> Read<S> for Single {
     }
 }
 
-/// Whole groups with as many source as destination channels.
+/// Whole groups with equal numbers of source and destination channels.
 #[derive(Clone, Copy)]
 struct Small {
     /// The first lane of each lane's group, as bits.
@@ -199,7 +199,7 @@ pub(super) struct Channels<'a, T, D> {
     pub dst_col: isize,
 }
 
-/// Most columns that the taps of a group of pixels read: of 8 pixels through 5 taps by steps of 2.
+/// The largest number of columns that the taps of a group of pixels read: 8 pixels with 5 taps and step 2.
 const WINDOW: usize = 19;
 
 impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
@@ -207,7 +207,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
     /// keep the multiplier's pipeline full. P is 7 instead of 8 if that leaves no rest.
     ///
     /// # Safety
-    /// All that is named is in memory, the destination's touched by nobody else.
+    /// All that is named is in memory, and nothing else accesses the destination.
     #[inline(always)]
     pub(super) unsafe fn row<S: Simd, R: Read<S>>(&self, s: S, read: R, i: usize) {
         // SAFETY: passed on.

@@ -22,15 +22,15 @@ use crate::lists::filled;
 use crate::{DType, Result, TensorRef};
 use std::ops::Range;
 
-/// Largest block of channels and of pixels: panels of both operands and the tiles between them stay in
-/// a second-level cache of 1 MiB.
+/// The largest block of channels and of pixels: panels of both operands and the tiles between them stay in a
+/// second-level cache of 1 MiB.
 const BLOCK: [usize; 2] = [512, 128];
 
 /// Elements at whose multiples addresses fall into the same set of a first-level cache.
 const PAGE: usize = 1024;
 
-/// Smaller blocks that are looked at: so many more parts of the channels, and of the pixels, than there have to be, and no
-/// more than twice the threads.
+/// The limit for smaller blocks that are compared: this number of parts of the channels, and of the pixels, more than
+/// necessary, and no more than twice the threads.
 const MORE_PARTS: usize = 32;
 
 /// Cycles that parts of a task take: handing it out, an element of either operand until it is there, where many threads read

@@ -10,7 +10,7 @@ use crate::cpu::Isa;
 use crate::{Accuracy, Activation, Filter, Result, TensorMut, TensorRef};
 use std::fmt::Debug;
 
-/// A convolution, or a part of its data gradient, that one instruction set is to compute.
+/// A convolution, or a part of its data gradient, with the instruction set and the number of threads that compute it.
 pub(crate) struct Task<'a> {
     pub(super) spec: &'a Conv2dSpec,
     pub(super) problem: &'a Problem,
@@ -35,9 +35,9 @@ impl<'a> Task<'a> {
 /// The method prepared for a task; `None` if the method does not support the task.
 pub(crate) type Found = Result<Option<Box<dyn Prepared>>>;
 
-/// A way to compute convolutions: which ones, how fast, and with which parameters.
+/// A way to compute convolutions. It says which convolutions it computes, how fast, and with which parameters.
 pub(super) trait Method: Sync {
-    /// The algorithms that the method computes, as users name them.
+    /// The algorithms (the names that users may ask for) that the method computes.
     fn algorithms(&self) -> &'static [Conv2dAlgorithm];
 
     /// True if the accuracy allows the method.
@@ -45,18 +45,19 @@ pub(super) trait Method: Sync {
         true
     }
 
-    /// The expected time of a task that the method supports, as the number of multiplications that vectors of f32 do in
-    /// that time.
+    /// The expected time of a task that the method supports. The unit is the time of one f32 multiplication in
+    /// vectorised code.
     fn cost(&self, task: &Task<'_>, _: Conv2dAlgorithm, filter: Filter) -> f64 {
         sums_cost(task.problem, filter, 1.0)
     }
 
-    /// The names of the parameters of a [`Conv2dConfiguration`] that the method takes. Their values are positive.
+    /// The names of the parameters of a [`Conv2dConfiguration`] that the method accepts. Each parameter is a positive
+    /// number.
     fn parameters(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// The configurations that a search tries beside the cost model's.
+    /// The configurations that a search tries in addition to the cost model's choice.
     fn candidates(&self, _: Conv2dAlgorithm, _threads: usize) -> Vec<Conv2dConfiguration> {
         Vec::new()
     }
@@ -83,12 +84,13 @@ pub(crate) struct Run<'a, 'y> {
     pub(crate) workspace: &'a mut [u8],
 }
 
-/// A convolution bound to a method and an instruction set. It is called once a run; its kernels know types and sizes.
+/// A convolution bound to a method and an instruction set. It is called once per run; its kernels are compiled for
+/// types and sizes.
 pub(crate) trait Prepared: Debug + Send + Sync {
     /// The method's algorithm with all of its parameters.
     fn configuration(&self) -> Conv2dConfiguration;
 
-    /// Blocking, in words.
+    /// A description of how the work is divided into blocks.
     fn explain(&self) -> String;
 
     /// Elements of the packed filter.

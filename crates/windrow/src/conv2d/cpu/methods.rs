@@ -1,5 +1,5 @@
-//! Functions that ask all methods of the CPU. Their only error is [`OutOfMemory`](crate::Error::OutOfMemory), if there
-//! is no memory for a list of the filter's taps.
+//! Functions that search the list of the CPU's methods. Their only error is [`OutOfMemory`](crate::Error::OutOfMemory),
+//! if there is no memory for a list of the filter's taps.
 
 use super::METHODS;
 use super::method::{Found, Method, Task};
@@ -42,7 +42,8 @@ pub(crate) fn algorithms(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> Result<Vec
     supported(&Task::new(spec, p, isa, 1)?)
 }
 
-/// The task bound to the first method of the configuration's algorithm that supports it; `None` if none does.
+/// The task, prepared by the first method of the configuration's algorithm that supports it. `None` if no method
+/// supports the task.
 pub(crate) fn prepare(task: &Task<'_>, configuration: &Conv2dConfiguration) -> Found {
     for method in methods_of(configuration.algorithm) {
         if let Some(prepared) = method.prepare(task, configuration)? {
@@ -57,17 +58,17 @@ pub(crate) fn allows(accuracy: Accuracy, algorithm: Conv2dAlgorithm) -> bool {
     methods_of(algorithm).any(|method| method.allows(accuracy))
 }
 
-/// The names of an algorithm's parameters, except the number of threads. Their values are positive.
+/// The names of an algorithm's parameters, without `threads`. Each parameter is a positive number.
 pub(crate) fn parameters(algorithm: Conv2dAlgorithm) -> &'static [&'static str] {
     methods_of(algorithm).next().map_or(&[], Method::parameters)
 }
 
-/// The configurations of an algorithm that a search tries beside the cost model's.
+/// The configurations of an algorithm that a search tries in addition to the cost model's choice.
 pub(crate) fn candidates(algorithm: Conv2dAlgorithm, threads: usize) -> Vec<Conv2dConfiguration> {
     methods_of(algorithm).flat_map(|method| method.candidates(algorithm, threads)).collect()
 }
 
-/// The expected time of an algorithm, as the number of multiplications that vectors of f32 do in that time.
+/// The expected time of an algorithm. The unit is the time of one f32 multiplication in vectorised code.
 pub(crate) fn cost(task: &Task<'_>, algorithm: Conv2dAlgorithm, filter: Filter) -> Result<f64> {
     let method = method_for(task, algorithm)?;
     Ok(method.map_or(f64::INFINITY, |method| method.cost(task, algorithm, filter)))

@@ -27,7 +27,7 @@ const COPY: usize = 2;
 /// Channels that may be summed at once.
 pub(super) const ROWS: [usize; 6] = [8, 6, 4, 3, 2, 1];
 
-/// Vectors of pixels that are summed at once for as many channels: the registers hold the sums, the
+/// The number of vectors of pixels that are summed at once for `rows` channels: the registers hold the sums, the
 /// vectors and a broadcast.
 const fn vectors(rows: usize, registers: usize) -> usize {
     let vectors = (registers - 1) / (rows + 1);
@@ -114,7 +114,7 @@ impl TapSums for Planar {
 }
 
 impl Planar {
-    /// The method with so many channels and pixels at once, and at most `source_len` elements of the source.
+    /// The method with these numbers of channels and pixels at once, and at most `source_len` elements of the source.
     pub(super) fn with_shape(
         stencil: &Stencil,
         [rows, group]: [usize; 2],

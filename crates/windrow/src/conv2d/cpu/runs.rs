@@ -191,8 +191,8 @@ impl<T: SimdElement> Block<'_, T> {
         }
     }
 
-    /// Computes all pixels, P at a time if a row has as many; the last ones may be computed twice. The pixel distances
-    /// of networks' first layers are compiled as constants.
+    /// Computes all pixels, P at a time if a row has at least P; the last ones may be computed twice. The pixel
+    /// distances of networks' first layers are compiled as constants.
     #[inline(always)]
     unsafe fn pixels<S: Simd, const P: usize>(&self, s: S) {
         // SAFETY: passed on.

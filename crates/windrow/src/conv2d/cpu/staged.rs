@@ -23,7 +23,7 @@ impl<'a> Staged<'a> {
         Staged { dtype: x.dtype(), src: x.as_ptr(), dst: y.as_mut_ptr(), epilogue, scratch }
     }
 
-    /// Scratch memory of so many elements.
+    /// Scratch memory of `len` elements.
     pub(super) fn scratch(&mut self, len: usize) -> *mut f32 {
         assert!(self.scratch.len() >= len, "workspace");
         self.scratch.as_mut_ptr()

@@ -177,7 +177,7 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
 /// Stores `count` channels, `channel` elements apart, of `len` pixels [pixel, LANES].
 ///
 /// # Safety
-/// The pixels are readable, and so many elements of each channel writable at `to`.
+/// The pixels are readable, and the same number of elements of each channel is writable at `to`.
 #[inline(always)]
 unsafe fn turn_back<S: Simd, T: SimdElement>(
     s: S,

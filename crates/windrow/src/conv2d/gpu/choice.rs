@@ -19,7 +19,8 @@ use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, ImplicitGemm, WinogradGemm, Win
 /// The algorithm that should be fastest among those that the spec's accuracy and the options' memory allow.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for sizes of 2^30 and more in one direction.
+/// [`Error::Unsupported`] if the pixels of an image, the batch, or the channels times the taps of a filter are 2^30 or
+/// more.
 pub(crate) fn best(gpu: &'static Gpu, task: &Task<'_>) -> Result<Conv2dAlgorithm> {
     let mut supported = supported(gpu, task);
     if supported.is_empty() {
@@ -201,7 +202,7 @@ mod tests {
     const OWN: [Conv2dAlgorithm; 4] =
         [Direct, Im2colGemm, WinogradGemm(Tile::F2), WinogradGemm(Tile::F4)];
 
-    /// The choice for 64 images of 50x50 if a device has `more` algorithms beside those of every device.
+    /// The choice for 64 images of 50x50 if a GPU has the algorithms `more` in addition to those of every GPU.
     fn taken(
         dtype: DType,
         accuracy: Accuracy,

@@ -1,4 +1,4 @@
-//! A way to compute a gradient on a GPU, and gradients whose kernels are loaded.
+//! The interfaces of a method that computes a gradient on a GPU, and of a gradient whose kernels are loaded.
 
 use super::prepared::Operands;
 use super::task::Task;
@@ -8,12 +8,12 @@ use std::fmt::Debug;
 
 /// A way to compute a gradient.
 pub(crate) trait GradientMethod<G: ?Sized>: Sync {
-    /// Variants of its own kernels, as lines of `verify/kernels.txt`.
+    /// The variants of its own kernels, as lines of `verify/kernels.txt`.
     fn kernels(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// The gradient bound to the device; `None` if another method is expected to be faster, or there is no kernel.
+    /// The gradient bound to the GPU. `None` if another method is expected to be faster, or if there is no kernel.
     ///
     /// # Errors
     /// [`crate::Error::Backend`].
@@ -32,30 +32,34 @@ pub(crate) trait DataGradient: Debug + Send + Sync {
         None
     }
 
+    /// Bytes of scratch memory of a run.
     fn scratch_bytes(&self) -> usize;
 
+    /// The allowed error of an element, relative to its scale.
     fn tolerance(&self) -> f64;
 
-    /// Computes dx, which is `y` of the operands, from dy, which is their `x`.
+    /// Computes dx from dy. `operands.x` is dy, and `operands.y` is dx.
     ///
     /// # Errors
     /// [`crate::Error::Backend`].
     ///
     /// # Safety
-    /// The filter at `w` and the operands must have the spec's layouts and be on the stream's device, with
+    /// The filter at `w` and the operands must have the spec's layouts and be on the stream's GPU, with
     /// [`DataGradient::scratch_bytes`] of scratch memory.
     unsafe fn run(&self, stream: &Stream, w: *const u8, operands: Operands) -> Result<()>;
 }
 
 /// A gradient of the filter whose kernels are loaded.
 pub(crate) trait WeightGradient: Debug + Send + Sync {
-    /// The tile as in [`DataGradient::tile`].
+    /// The side of an output tile, for Winograd's algorithms.
     fn tile(&self) -> Option<usize> {
         None
     }
 
+    /// Bytes of scratch memory of a run.
     fn scratch_bytes(&self) -> usize;
 
+    /// The allowed error of an element, relative to its scale.
     fn tolerance(&self) -> f64;
 
     /// Computes `dw`, which has its own strides and type, from `x` and `dy`.
@@ -64,12 +68,12 @@ pub(crate) trait WeightGradient: Debug + Send + Sync {
     /// [`crate::Error::Backend`].
     ///
     /// # Safety
-    /// The tensors must have these layouts and be on the stream's device, with [`WeightGradient::scratch_bytes`] of
-    /// scratch memory.
+    /// `x` and `dy` must have the spec's layouts, and `dw` that of `operands.desc`. All must be on the stream's GPU,
+    /// with [`WeightGradient::scratch_bytes`] of scratch memory.
     unsafe fn run(&self, stream: &Stream, operands: &WeightOperands<'_>) -> Result<()>;
 }
 
-/// Device addresses of a run of a weight gradient.
+/// The addresses of a weight gradient's tensors, all on the GPU of the run's stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WeightOperands<'a> {
     pub(crate) x: *const u8,

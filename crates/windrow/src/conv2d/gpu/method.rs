@@ -6,22 +6,23 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu::{Feature, Gpu};
 use crate::{DType, Error, Result};
 
-/// A way to compute convolutions: which ones, how accurately, how fast, and with which parameters.
+/// A way to compute convolutions. It says which convolutions it computes, how accurately and how fast, and with which
+/// parameters.
 pub(super) trait Method: Sync {
     fn about(&self) -> &'static About;
 
-    /// True if it has kernels for a spec, on some device and at some accuracy.
+    /// True if the method has kernels for the task's spec. The device and the accuracy are not checked.
     fn computes(&self, task: &Task<'_>) -> bool;
 
-    /// Checks that the device and its libraries have what the kernels need.
+    /// Checks that the GPU and its libraries have what the kernels need.
     ///
     /// # Errors
-    /// What is missing.
+    /// [`Error::Unsupported`], which says what is missing.
     fn runs_on(&self, _gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
         Ok(())
     }
 
-    /// Checks that a library has a kernel, if only a request to the library can tell.
+    /// A request to cuDNN, whether it has a kernel for the task. Other methods need none.
     ///
     /// # Errors
     /// Those of the library.
@@ -29,12 +30,13 @@ pub(super) trait Method: Sync {
         Ok(())
     }
 
-    /// True if the spec's accuracy allows it.
+    /// True if the spec's accuracy allows this method.
     fn allows(&self, _task: &Task<'_>) -> bool {
         true
     }
 
-    /// True if it was the fastest method in all measurements. It is then chosen without a comparison.
+    /// True if the method was the fastest in all measurements of such tasks. It is then chosen without comparing
+    /// expected times, whatever the memory limit is.
     fn leads(&self, _task: &Task<'_>) -> bool {
         false
     }
@@ -42,27 +44,28 @@ pub(super) trait Method: Sync {
     /// Expected microseconds of a run with a packed filter; infinite for parameters that no kernel has.
     fn micros(&self, task: &Task<'_>) -> f64;
 
-    /// Bytes of a packed filter for each pair of an input and an output channel.
+    /// Bytes of the packed filter divided by (output channels times input channels of a group).
     fn pair_bytes(&self, task: &Task<'_>) -> usize {
         task.problem.r * task.problem.s * task.spec.w.dtype.size()
     }
 
-    /// Fewest bytes of packed filter and workspace together, for a method that can work in pieces.
+    /// The smallest number of bytes, of packed filter and workspace together, with which a method can run that splits
+    /// its work into pieces. 0 for methods that cannot split it.
     fn least_bytes(&self, _task: &Task<'_>) -> usize {
         0
     }
 
-    /// Configurations with kernels of their own.
+    /// The configurations for which separate kernels are compiled.
     fn variants(&self, _dtype: DType) -> Vec<Conv2dConfiguration> {
         Vec::new()
     }
 
-    /// Configurations that a search tries beside the model's.
+    /// The configurations that a search tries in addition to the cost model's choice.
     fn candidates(&self, task: &Task<'_>) -> Vec<Conv2dConfiguration> {
         self.variants(task.spec.x.dtype)
     }
 
-    /// The configuration with all parameters that a plan by this method has; nothing is compiled.
+    /// The task's configuration with all parameters that a plan with this method has. Nothing is compiled.
     fn complete(&self, task: &Task<'_>) -> Conv2dConfiguration {
         Conv2dConfiguration::new(task.algorithm())
     }
@@ -76,17 +79,17 @@ pub(super) trait Method: Sync {
 
 /// The description of a method.
 pub(super) struct About {
-    /// Algorithms, as users name them, that it computes.
+    /// The algorithms (the names that users may ask for) that the method computes.
     pub(super) algorithms: &'static [Conv2dAlgorithm],
-    /// The convolutions that it computes, in words, for the error message about others.
+    /// A description of the convolutions that it computes, for the error message if it cannot compute one.
     pub(super) domain: &'static str,
-    /// Variants of its kernels, as lines of `verify/kernels.txt`.
+    /// The variants of its kernels, as lines of `verify/kernels.txt`.
     pub(super) kernels: &'static [&'static str],
-    /// Parameters that a configuration may give.
+    /// The parameters that a configuration may give.
     pub(super) parameters: &'static [Parameter],
 }
 
-/// A number of a [`Conv2dConfiguration`] that a method takes.
+/// A numeric parameter of a [`Conv2dConfiguration`] that a method accepts.
 pub(super) struct Parameter {
     pub(super) name: &'static str,
     /// Its values, in words.
@@ -99,7 +102,7 @@ pub(super) fn supports(method: &dyn Method, gpu: &Gpu, task: &Task<'_>) -> bool 
     method.computes(task) && method.runs_on(gpu, task).is_ok()
 }
 
-/// [`Method::runs_on`] of kernels with products of warpgroups.
+/// The check of [`Method::runs_on`] for kernels with warpgroup matrix instructions (wgmma).
 pub(super) fn needs_warpgroups(gpu: &Gpu, algorithm: Conv2dAlgorithm) -> Result<()> {
     if gpu.has(Feature::WarpgroupProducts) {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The methods that compute a convolution on a GPU, and the functions that ask all of them.
+//! The list of the methods that compute convolutions on a GPU, and functions that search it.
 
 use super::cudnn::CudnnMethod;
 use super::few_taps::FewTapsMethod;
@@ -31,8 +31,8 @@ fn methods_of(algorithm: Conv2dAlgorithm) -> impl Iterator<Item = &'static dyn M
     METHODS.into_iter().filter(move |method| method.about().algorithms.contains(&algorithm))
 }
 
-/// The first method of the task's algorithm that has kernels for the spec. If none has, this is the last one, which is
-/// the most general.
+/// The first method of the task's algorithm that has kernels for the spec. If no method has, the last method of the
+/// algorithm, which is the most general one. `None` if the algorithm does not run on GPUs.
 pub(super) fn method_for(task: &Task<'_>) -> Option<&'static dyn Method> {
     let fits = fits_i32(task.problem);
     let computes = methods_of(task.algorithm()).find(|method| fits && method.computes(task));
@@ -54,8 +54,8 @@ pub(crate) fn supported(gpu: &Gpu, task: &Task<'_>) -> Vec<Conv2dAlgorithm> {
     found
 }
 
-/// Compiles and loads the kernels of the task's configuration. Unless the options say
-/// [`Tuning::Model`](crate::Tuning::Model), cuDNN's kernel is chosen by measuring.
+/// Compiles and loads the kernels of the task's configuration. For cuDNN, a kernel is chosen by measuring unless the
+/// options say [`Tuning::Model`](crate::Tuning::Model).
 ///
 /// # Errors
 /// [`Error::Backend`] if compiling or loading fails, [`Error::Unsupported`] if the algorithm is not among those of
@@ -92,7 +92,7 @@ pub(crate) fn micros(task: &Task<'_>) -> f64 {
     method_for(task).map_or(f64::INFINITY, |method| method.micros(task))
 }
 
-/// The expected microseconds of packing: those of a launch, and those of reading and writing the filter.
+/// The expected time of packing in microseconds: the time of a launch, plus the time to read and write the filter.
 pub(super) fn pack_micros(task: &Task<'_>) -> f64 {
     let p = task.problem;
     let source = p.r * p.s * task.spec.w.dtype.size();
@@ -101,22 +101,22 @@ pub(super) fn pack_micros(task: &Task<'_>) -> f64 {
     rates.launch + rates.byte * (p.k * p.c_group() * (source + packed)) as f64
 }
 
-/// The task's configuration with the parameters that a plan would have; nothing is compiled.
+/// The task's configuration, with each missing parameter set to the value that a plan would use. Nothing is compiled.
 pub(crate) fn complete(task: &Task<'_>) -> Conv2dConfiguration {
     method_for(task).map_or(task.configuration, |method| method.complete(task))
 }
 
-/// The configurations of the task's algorithm that a search tries beside the cost model's.
+/// The configurations of the task's algorithm that a search tries in addition to the cost model's choice.
 pub(crate) fn candidates(task: &Task<'_>) -> Vec<Conv2dConfiguration> {
     methods_of(task.algorithm()).flat_map(|method| method.candidates(task)).collect()
 }
 
-/// The configurations of an algorithm that have kernels of their own.
+/// The configurations of an algorithm for which separate kernels are compiled.
 pub(crate) fn variants(dtype: DType, algorithm: Conv2dAlgorithm) -> Vec<Conv2dConfiguration> {
     methods_of(algorithm).flat_map(|method| method.variants(dtype)).collect()
 }
 
-/// True if a method of the algorithm takes this value of a parameter.
+/// True if a method of the algorithm accepts this value of the parameter `name`.
 pub(crate) fn takes(algorithm: Conv2dAlgorithm, name: &str, value: usize) -> bool {
     let mut parameters = methods_of(algorithm).flat_map(|method| method.about().parameters);
     parameters.any(|parameter| parameter.name == name && (parameter.is_valid)(value))
@@ -129,8 +129,8 @@ pub(crate) fn parameters(algorithm: Conv2dAlgorithm) -> String {
     if all.is_empty() { "no parameters".into() } else { all.join(" and ") }
 }
 
-/// True if the integers of kernels are wide enough for the convolution. They count positions and channels in 32 bits,
-/// and elements in 64.
+/// True if all numbers that kernels count in 32 bits (positions, channels, taps) are below 2^30. Elements are counted
+/// in 64 bits.
 fn fits_i32(p: &Problem) -> bool {
     const LIMIT: usize = 1 << 30;
     let padded = |size: usize, pad: usize| size.checked_add(2 * pad).is_some_and(|s| s < LIMIT);

@@ -31,12 +31,12 @@ pub(crate) use self::task::Task;
 #[cfg(test)]
 use super::Conv2dSpec;
 
-/// The chip whose measured rates stand for those of `gpu`; `None` if they are its own.
+/// The GPU model whose measured rates the cost model uses for `gpu`; `None` if `gpu` itself was measured.
 pub(crate) fn borrowed_rates(gpu: &crate::gpu::Gpu) -> Option<&'static str> {
     self::chips::Chip::borrowed(gpu)
 }
 
-/// Variants of all kernels that plans of convolutions can launch, as lines of `verify/kernels.txt`.
+/// The variants of all kernels that plans of convolutions can launch, as lines of `verify/kernels.txt`.
 pub(crate) fn kernels() -> impl Iterator<Item = &'static str> {
     let methods = methods::METHODS.into_iter().flat_map(|method| method.about().kernels);
     methods.chain(shared::KERNELS).chain(gradients::kernels()).copied()

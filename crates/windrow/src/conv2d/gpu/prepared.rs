@@ -6,14 +6,14 @@ use crate::gpu::{Gpu, Stream};
 use crate::{DType, Result, TensorDesc, TensorRef};
 use std::fmt::Debug;
 
-/// A convolution bound to a device and a method: its kernels are compiled and loaded.
+/// A convolution bound to a GPU and a method: its kernels are compiled and loaded.
 pub(crate) trait Prepared: Debug + Send + Sync {
     /// The algorithm's configuration with all parameters that this convolution runs with.
     fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
         Conv2dConfiguration::new(algorithm)
     }
 
-    /// The layout of the packed filter, beside its shape and algorithm.
+    /// The properties that, with the filter's shape and the algorithm, decide the layout of the packed filter.
     fn packed_form(&self) -> PackedForm;
 
     /// Bytes of a packed filter.
@@ -29,8 +29,9 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         self.scratch_bytes()
     }
 
-    /// Bytes that are kept behind a packed filter. By them [`Prepared::pack`] sees if the filter has changed. 0 if a
-    /// copy takes as long as a comparison.
+    /// The size in bytes of the checksums that are stored after a packed filter. [`Prepared::pack`] compares them with
+    /// those of the filter, and packs only what has changed. 0 if there are none, because a copy takes no longer than a
+    /// comparison.
     fn seen_bytes(&self) -> usize {
         0
     }
@@ -46,8 +47,8 @@ pub(crate) trait Prepared: Debug + Send + Sync {
     /// [`crate::Error::Backend`].
     ///
     /// # Safety
-    /// `w` must be the filter on the stream's device, and `to` memory there for [`Prepared::packed_bytes`] and, with a
-    /// ticket, [`Prepared::seen_bytes`] more behind them.
+    /// `w` must be the filter on the stream's GPU. `to` must be memory of [`Prepared::packed_bytes`] bytes there, and
+    /// with a ticket (see [`PackTo`]) of [`Prepared::seen_bytes`] bytes more.
     unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()>;
 
     /// The filter at `w` in the form that [`Prepared::run`] takes: as it is, or packed to `memory`.
@@ -72,8 +73,8 @@ pub(crate) trait Prepared: Debug + Send + Sync {
     /// [`crate::Error::Backend`].
     ///
     /// # Safety
-    /// The operands must be tensors of the spec's layouts on the stream's device, `packed` what [`Prepared::packed`]
-    /// gives, and their scratch memory [`Prepared::scratch_bytes`] there.
+    /// The operands must be tensors of the spec's layouts on the stream's GPU. `packed` must come from
+    /// [`Prepared::packed`]. The scratch memory must have [`Prepared::scratch_bytes`] bytes there.
     unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()>;
 
     /// The allowed error of a sum before the activation, relative to its scale.
@@ -84,8 +85,8 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         None
     }
 
-    /// U, V and M of tensors that agree with the spec. `None` unless the method works in stages and one chunk holds
-    /// them.
+    /// Winograd's intermediate tensors, for tensors that agree with the spec: the transformed filter U, the transformed
+    /// input V and their products M. `None` if the method does not store them, or computes them in several chunks.
     ///
     /// # Errors
     /// [`crate::Error::Backend`], [`crate::Error::OutOfMemory`].
@@ -98,40 +99,42 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Relative errors of U and V of [`Prepared::winograd_stages`], as they are stored and as they are multiplied.
+    /// The relative rounding error of the elements of U and V: first of the stored numbers, then of the numbers that
+    /// are multiplied.
     fn operand_roundings(&self) -> (f64, f64) {
         (0.0, 0.0)
     }
 
-    /// Errors of U and V in addition to [`Prepared::operand_roundings`], relative to the largest number of an output
-    /// channel's filter and of an image.
+    /// The errors of U and V that underflow adds to [`Prepared::operand_roundings`]. That of U is relative to the
+    /// largest magnitude of an output channel's filter, that of V to the largest magnitude of an image.
     fn underflows(&self) -> [f64; 2] {
         [0.0; 2]
     }
 
-    /// Blocking, in words.
+    /// A description of how the work is divided into blocks.
     fn explain(&self) -> String;
 }
 
 /// The memory that a filter is packed to.
 ///
-/// With a ticket, the packed filter is kept there. The ticket is a number that no other memory has. If the filter has
-/// the content that was packed before, the packed filter is left as it is. This is decided in the order of one stream,
-/// without waiting.
+/// If there is a ticket, the memory may hold a packed filter of an earlier run, with its checksums. The packing kernel
+/// compares these with the checksums of the filter, and packs only what has changed. So the host does not wait. The
+/// ticket is a number that belongs to this memory alone. It is part of the checksums, so that what else was in the
+/// memory before is never taken for a packed filter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PackTo {
     pub(crate) memory: *mut u8,
     pub(crate) ticket: Option<u64>,
 }
 
-/// The layout of a packed filter, beside its shape and algorithm. Packed filters with equal forms are read alike.
+/// The properties that, with the filter's shape and the algorithm, decide the layout of a packed filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PackedForm {
     method: &'static str,
     dtype: DType,
-    /// Products that the split operands take part in.
+    /// The number of low-precision products that make up one product of f32 operands; 1 if operands are not split.
     products: usize,
-    /// The method's number for the order of the elements.
+    /// A number by which the method distinguishes its orders of elements.
     order: usize,
 }
 
@@ -141,7 +144,7 @@ impl PackedForm {
     }
 }
 
-/// Device addresses of a run, all on the device of the run's stream.
+/// The addresses of a run's tensors, all on the GPU of the run's stream. In a data gradient, `x` is dy and `y` is dx.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operands {
     pub(crate) x: *const u8,
@@ -158,12 +161,12 @@ impl Operands {
         self.residual.unwrap_or(std::ptr::null())
     }
 
-    /// True if y and the residual, which kernels access alike, begin at multiples of so many bytes.
+    /// True if y and the residual, which kernels access in the same way, begin at multiples of `bytes`.
     pub(super) fn is_out_aligned(&self, bytes: usize) -> bool {
         (self.y as usize | self.residual() as usize).is_multiple_of(bytes)
     }
 
-    /// The operands after the first `images` images.
+    /// The operands without the first `images` images.
     pub(super) fn after_images(self, spec: &Conv2dSpec, images: usize) -> Self {
         let offset =
             |desc: &TensorDesc| images as isize * desc.strides()[0] * desc.dtype.size() as isize;

@@ -1,23 +1,24 @@
-//! The description of a convolution that methods answer questions about.
+//! The description of a convolution that is given to methods.
 
 use super::chips::Chip;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::Gpu;
 use crate::{Filter, PlanOptions, Tuning};
 
-/// A convolution on a chip, with the algorithm and the options of its plan.
+/// A convolution on a GPU, with the algorithm and the options of its plan.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Task<'a> {
     pub(super) chip: Chip,
     pub(super) spec: &'a Conv2dSpec,
     pub(super) problem: &'a Problem,
-    /// The algorithm, and those of its parameters that are given.
+    /// The algorithm, and its parameters that are given.
     pub(super) configuration: Conv2dConfiguration,
     pub(super) options: PlanOptions,
 }
 
 impl<'a> Task<'a> {
-    /// A task with an algorithm that every device has. [`Task::by`] and [`Task::with`] choose another.
+    /// A task with the algorithm [`Conv2dAlgorithm::Im2colGemm`], which runs on every GPU. [`Task::by`] and
+    /// [`Task::with`] choose another.
     pub(crate) fn new(
         gpu: &Gpu,
         spec: &'a Conv2dSpec,
@@ -27,7 +28,7 @@ impl<'a> Task<'a> {
         Self::on(Chip::of(gpu), spec, problem, options)
     }
 
-    /// The same without a device.
+    /// The same, from the cost model's data of a GPU.
     pub(super) fn on(
         chip: Chip,
         spec: &'a Conv2dSpec,
@@ -44,17 +45,17 @@ impl<'a> Task<'a> {
         Self::on(Chip::h200(132), spec, problem, &PlanOptions::default())
     }
 
-    /// The task by an algorithm whose parameters are not given.
+    /// The task with another algorithm, without given parameters.
     pub(crate) fn by(&self, algorithm: Conv2dAlgorithm) -> Self {
         self.with(&Conv2dConfiguration::new(algorithm))
     }
 
-    /// The task with a configuration.
+    /// The task with another configuration.
     pub(crate) fn with(&self, configuration: &Conv2dConfiguration) -> Self {
         Task { configuration: *configuration, ..*self }
     }
 
-    /// Another convolution on the same chip that packs its filter on each run, as gradients do.
+    /// A task for the convolution of a gradient, on the same GPU. Its filter is packed on each run.
     pub(super) fn gradient<'b>(&self, spec: &'b Conv2dSpec, problem: &'b Problem) -> Task<'b> {
         let options =
             PlanOptions::default().with_tuning(Tuning::Model).with_filter(Filter::Changing);
@@ -65,8 +66,8 @@ impl<'a> Task<'a> {
         self.configuration.algorithm
     }
 
-    /// True if an element of dx sums few terms, or few channels share them. One thread for each element is then
-    /// fastest.
+    /// True if a group has fewer than 8 input channels, or an element of dx sums fewer than 8 terms. One thread for
+    /// each element is then fastest.
     pub(super) fn is_few(&self) -> bool {
         let p = self.problem;
         p.c_group() < 8 || p.k_group() * p.r * p.s < 8

@@ -7,7 +7,7 @@ use crate::cpu::{Isa, has_many_cores};
 use crate::dtype::not_computed;
 use crate::{Accuracy, DType, Filter};
 
-/// Fewest channels of a group, on either side, for which tiles take less time than vectors.
+/// The smallest number of input and of output channels of a group for which tiles take less time than vectors.
 const TILE_CHANNELS: usize = 16;
 
 /// True if tiles are faster than vectors: not for f32 in six products where many cores, which share their units of tiles and
@@ -40,14 +40,14 @@ pub(in crate::conv2d::cpu) fn pays(task: &Task<'_>, filter: Filter) -> bool {
     computes(task) && (!splits || splitting_pays(task.spec, task.problem, filter))
 }
 
-/// Fewest products of an element of f32 for which splitting it takes less time than tiles save.
+/// The smallest number of products of an f32 element for which splitting it takes less time than tiles save.
 const SPLIT_USES: usize = 128;
-/// Fewest terms of a sum for which its way to y takes less.
+/// The smallest number of terms of a sum for which writing it to y takes less time than tiles save.
 const SPLIT_TERMS: usize = 96;
-/// Fewest output pixels for which splitting a filter on each call takes less.
+/// The smallest number of output pixels for which splitting a filter on each call takes less time than tiles save.
 const SPLIT_FILTER: usize = 784;
-/// Fewest output pixels for which reading a large split filter, which is half as long again, takes no longer than the
-/// products.
+/// The smallest number of output pixels for which reading a large split filter, which is half as long again, takes no
+/// longer than the products.
 const SPLIT_PIXELS: usize = 128;
 /// Elements of a filter that stays in a core's caches when it is split.
 const SMALL_FILTER: usize = 256 << 10;

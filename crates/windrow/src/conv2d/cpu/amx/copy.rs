@@ -309,7 +309,7 @@ impl SlabCopy<'_, bf16> {
 /// Pairs of two rows whose elements are `step` apart.
 ///
 /// # Safety
-/// `len` elements of each are readable, as many pairs writable.
+/// `len` elements of each row are readable, and `len` pairs are writable.
 #[inline(always)]
 unsafe fn interleave(
     first: *const bf16,
@@ -331,7 +331,7 @@ unsafe fn interleave(
 /// Copies `len` elements `step` apart.
 ///
 /// # Safety
-/// They are readable, and as many writable at `to`.
+/// They are readable, and `len` elements are writable at `to`.
 #[inline(always)]
 unsafe fn copy_line(from: *const bf16, step: isize, to: *mut bf16, len: usize) {
     // SAFETY: promised by the caller.

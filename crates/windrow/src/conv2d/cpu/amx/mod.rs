@@ -1,9 +1,11 @@
-//! Sums by tiles of bf16, 16 pixels or channels by 32 terms; numbers of f32 are split into three of bf16, whose products
-//! but the three smallest are summed. What a unit reads of the source is copied with its padding, once for each residue
-//! of row and column taps modulo the step, so that every tap reads pixels at one distance, also across rows; sums that
-//! begin behind the end of a row are left out. Where channels lie next to each other in the destination, pixels are the
-//! rows of the left tiles, and else, as pairs of channels, the columns of the right ones. Where channels of bf16 are few,
-//! a pixel of the copy holds those of all column taps and, if they fit, of all row taps.
+//! Direct sums with AMX tiles of bf16: 16 pixels or channels by 32 terms. Each f32 number is split into three bf16
+//! numbers, and their products except the three smallest are summed.
+//!
+//! What a unit reads of the source is copied with its padding, once for each residue of row and column taps modulo the
+//! step. So every tap reads pixels at one distance, also across rows. Sums that begin after the end of a row are left
+//! out. If channels lie next to each other in the destination, pixels are the rows of the left tiles. Otherwise they
+//! are, as pairs of channels, the columns of the right tiles. If there are few channels of bf16, a pixel of the copy
+//! holds those of all column taps and, if they fit, of all row taps.
 
 mod choice;
 mod columns;
@@ -175,7 +177,8 @@ impl TapSums for Amx {
 }
 
 impl Amx {
-    /// Slabs of so many rows and columns, units of so many of them and blocks of channels.
+    /// The method for slabs with these numbers of rows and columns, and units of these numbers of slabs and blocks of
+    /// channels.
     fn with_shape(
         stencil: &Stencil,
         lanes: Lanes,
@@ -287,7 +290,7 @@ impl Amx {
         }
     }
 
-    /// Columns of such a line, and as many more as pixels are copied at once.
+    /// The columns of such a line, plus the number of pixels that are copied at once.
     fn line_len(&self, stencil: &Stencil) -> usize {
         let reads = self.cols.parts.first().map_or(0, Vec::len);
         (self.block[1] + SIDE) * stencil.step[1] + reads
@@ -433,7 +436,7 @@ impl Amx {
 }
 
 /// True if pixels of the source can be rows of a tile: channels are neighbours and fill whole tiles, and a row has at
-/// least as many pixels as are summed at once.
+/// least the number of pixels that are summed at once.
 fn is_in_place(stencil: &Stencil, parts: usize) -> bool {
     let step = stencil.src[3].checked_mul(stencil.step[1] as isize);
     parts == 1

@@ -7,7 +7,7 @@ use super::{Amx, BLOCK, Columns, ROW_BYTES, SIDE, TERMS, is_in_place};
 use crate::cpu::gemm::even_part;
 use crate::{Result, bf16};
 
-/// Bytes of a copy that stay in the second-level cache, beside the filter of a block of channels.
+/// Bytes of a copy that stay in the second-level cache together with the filter of a block of channels.
 const COPY_BYTES: usize = 1 << 20;
 /// Pixels of a unit, at most.
 const PIXELS: usize = 4096;

@@ -147,7 +147,7 @@ impl<E: TileElement> Sums<'_, E> {
         finite
     }
 
-    /// Brings the sums of so many pixels to their place.
+    /// Stores the sums of this number of pixels.
     #[inline(always)]
     fn finish(&self, block: &mut Block, count: usize) {
         let Sums { plan, stencil, unit, operands, .. } = self;
@@ -214,7 +214,7 @@ impl<E: TileElement> Sums<'_, E> {
         }
     }
 
-    /// The same of so many tiles of pixels and of channels.
+    /// The same for these numbers of tiles of pixels and of channels.
     ///
     /// # Safety
     /// As for [`Sums::sum`].
@@ -351,13 +351,13 @@ impl Kernel for AreFinite {
     }
 }
 
-/// Steps by which the filter is asked for before it is read: it comes from the second-level cache.
+/// The number of steps by which the filter is prefetched: it comes from the second-level cache.
 const AHEAD: usize = 1;
 
 /// Brings finished sums of some of a slab's pixels to the destination.
 struct Finish<'a, E> {
     store: &'a Store<'a, E>,
-    /// The slab's first pixel, and its size; pixels of a row, of which those behind it are left out.
+    /// The slab's first pixel, and its size; pixels of a row, of which those after it are left out.
     first: Segment,
     size: [usize; 2],
     width: usize,

@@ -38,7 +38,7 @@ impl BiasGradient {
     /// order that does not depend on threads.
     ///
     /// # Safety
-    /// Elements of dy are in memory, those of db too and touched by nobody else.
+    /// The elements of dy and db are in memory, and nothing else accesses those of db.
     unsafe fn sum<T: SimdElement, B: SimdElement>(&self, dy: *const T, db: *mut B, stride: isize) {
         let BiasGradient { stencil, isa, threads } = self;
         let (dy, db) = (SendPtr(dy.cast_mut()), SendPtr(db));

@@ -15,7 +15,7 @@ use std::ops::Range;
 // A block of terms is packed at once.
 const _: () = assert!(MAX_TERMS <= MAX_PIXELS);
 
-/// Most terms of the convolution and output channels of a block.
+/// The largest numbers of terms of the convolution and of output channels of a block.
 const BLOCK: [usize; 2] = [128, 512];
 
 /// The gradient of a forward [`Stencil`]'s filter, for one instruction set.

@@ -11,7 +11,7 @@ use std::ops::Range;
 /// Elements of a task, about.
 const TASK: usize = 1 << 14;
 
-/// True if the activation of results with a residual follows in a pass of its own, by [`apply`].
+/// True if the activation of results with a residual is a separate pass, by [`apply`].
 pub(crate) fn follows(spec: &Conv2dSpec) -> bool {
     let epilogue = Epilogue { activation: spec.activation, ..Epilogue::NONE };
     spec.residual && epilogue.bounds().is_none()

@@ -11,7 +11,7 @@ pub(in crate::conv2d::cpu) struct Axis {
     pub parts: Vec<isize>,
     /// Part, and shift in it, that each tap reads.
     pub taps: Vec<(usize, usize)>,
-    /// Largest shift.
+    /// The largest shift.
     pub span: usize,
 }
 

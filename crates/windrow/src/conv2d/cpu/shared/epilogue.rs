@@ -165,7 +165,7 @@ impl Epilogue {
     /// Brings sums with bias, which [`Epilogue::activate_all`] has seen, to `len` elements from `dst` on.
     ///
     /// # Safety
-    /// These are elements of the destination that nobody else touches.
+    /// These are elements of the destination that nothing else accesses.
     #[inline(always)]
     pub(crate) unsafe fn store<S: Simd, T: SimdElement>(
         &self,

@@ -69,7 +69,7 @@ impl<T: SimdElement> Kernel for PackFilter<'_, T> {
     }
 }
 
-/// Most pixels that are packed at once.
+/// The largest number of pixels that are packed at once.
 pub(in crate::conv2d::cpu) const MAX_PIXELS: usize = 192;
 
 /// Cuts a range of terms into runs of channels of one tap: where the run starts in the range, its

@@ -37,7 +37,7 @@ impl<T: SimdElement> Rows<T> {
 /// Copies elements `col` apart; the last ones as a whole vector if `AHEAD`.
 ///
 /// # Safety
-/// `len` elements are readable at `from`, and as many, in whole vectors if `AHEAD`, writable at `to`.
+/// `len` elements are readable at `from`, and `len` elements, in whole vectors if `AHEAD`, are writable at `to`.
 #[inline(always)]
 unsafe fn copy_line<S: Simd, T: SimdElement, const AHEAD: bool>(
     s: S,
@@ -147,7 +147,7 @@ pub(in crate::conv2d::cpu) unsafe fn copy_transposed<S: Simd, T: SimdElement>(
 /// to be written.
 ///
 /// # Safety
-/// `len` elements are readable, and as many in whole vectors writable at `to`.
+/// `len` elements are readable, and `len` elements, in whole vectors, are writable at `to`.
 #[inline(always)]
 pub(in crate::conv2d::cpu) unsafe fn copy_ahead<S: Simd, T: SimdElement>(
     s: S,

@@ -283,7 +283,7 @@ fn residues(p: &Problem, d: usize) -> Result<Vec<(usize, Taps)>> {
 /// Output positions that lie next to each other in a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Segment {
-    /// Position of the first in the range that was asked for.
+    /// Position of the first in the given range.
     pub lane: usize,
     pub len: usize,
     pub n: usize,

@@ -67,8 +67,8 @@ impl<T: SimdElement> Kernel for StoreTile<'_, T> {
     }
 }
 
-/// A segment whose activation has no bounds, for all kernels in one place. Made by [`Store::segment_ahead`] only, whose
-/// caller answers for its pointers.
+/// A segment whose activation has no bounds, for all kernels in one place. Only [`Store::segment_ahead`] makes it,
+/// whose caller guarantees that its pointers are valid.
 struct Curved<'a, T> {
     store: &'a Store<'a, T>,
     segment: &'a Segment,
@@ -120,19 +120,18 @@ impl<T: SimdElement> Store<'_, T> {
     /// Stores all channels of neighbouring pixels.
     ///
     /// # Safety
-    /// Channels and pixels are the stencil's, their sums are in the tile, and nobody else touches
-    /// the destination.
+    /// Channels and pixels are the stencil's, their sums are in the tile, and nothing else accesses the destination.
     #[inline(always)]
     pub(crate) unsafe fn segment<S: Simd>(&self, s: S, segment: &Segment) {
         // SAFETY: passed on.
         unsafe { self.segment_ahead(s, segment, segment.len) }
     }
 
-    /// The same, where vectors may write up to `ahead` pixels of a channel that lie next to each other: what is
-    /// behind the segment is written later.
+    /// The same, if vectors may write up to `ahead` neighbouring pixels of a channel: those after the segment are
+    /// written again later.
     ///
     /// # Safety
-    /// As for [`Store::segment`], of `ahead` pixels; a vector more is readable behind the sums.
+    /// As for [`Store::segment`], of `ahead` pixels; one more vector is readable after the sums.
     #[inline(always)]
     pub(crate) unsafe fn segment_ahead<S: Simd>(&self, s: S, segment: &Segment, ahead: usize) {
         if self.epilogue.bounds().is_none() {
@@ -205,7 +204,7 @@ impl<T: SimdElement> Store<'_, T> {
     /// may write up to `ahead` elements. `CURVED`: the activation has no bounds.
     ///
     /// # Safety
-    /// `len` sums are readable, and as many elements writable; `ahead` of them, with a vector more of sums.
+    /// `len` sums are readable, and `len` elements are writable; or `ahead` of both, with one more vector of sums.
     #[inline(always)]
     unsafe fn store_run<S: Simd, const CURVED: bool>(
         &self,
@@ -284,7 +283,7 @@ impl<T: StoreTwo> Store<'_, T> {
     /// Stores two vectors at once, as [`Store::segment_ahead`].
     ///
     /// # Safety
-    /// As there, with two vectors more behind the sums.
+    /// As there, with two more vectors after the sums.
     #[inline(always)]
     pub(crate) unsafe fn segment_of_pairs<P: Bf16Products>(
         &self,

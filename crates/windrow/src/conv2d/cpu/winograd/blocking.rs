@@ -32,11 +32,11 @@ fn at_once(c: usize, products: Products) -> [usize; 2] {
     }
 }
 
-/// Most tiles of a block whose products are summed by tiles: a panel of U takes as long to arrive and to be split as 40 of
-/// them to be multiplied. They fill rows of 16.
+/// The largest number of tiles of a block whose products are summed by AMX: a panel of U takes as long to arrive and to
+/// be split as 40 of them to be multiplied. They fill rows of 16.
 const MOST_SPLIT: usize = 224;
 
-/// Most tiles of a block of which threads share V.
+/// The largest number of tiles of a block of which threads share V.
 fn most_shared(products: Products) -> usize {
     match products {
         Products::Vectors => 64,
@@ -66,7 +66,7 @@ pub(super) struct Blocking {
 }
 
 impl Blocking {
-    /// The blocking that the model chooses.
+    /// The blocking that the cost model chooses.
     pub(super) fn choose(
         geometry: &Geometry,
         lanes: usize,
@@ -76,7 +76,7 @@ impl Blocking {
         Self::with(geometry, lanes, threads, products, [None; 3])
     }
 
-    /// The blocking with these tiles, parts and vectors; the model chooses those that are `None`.
+    /// The blocking with these tiles, parts and vectors. The cost model chooses those that are `None`.
     pub(super) fn with(
         geometry: &Geometry,
         lanes: usize,
@@ -116,8 +116,8 @@ impl Blocking {
         }
     }
 
-    /// Blocks of equal size, of at most `most` tiles. Parts of the channels share V; without parts there are as many blocks
-    /// as occupy all threads.
+    /// Blocks of equal size, of at most `most` tiles. Parts of the channels share V; without parts there are enough
+    /// blocks to occupy all threads.
     fn cut(
         geometry: &Geometry,
         vectors: usize,
@@ -200,7 +200,7 @@ const TRANSFORM: f64 = 8.0;
 
 /// The cost of products, in multiplications by vectors.
 struct Rates {
-    /// The cost of multiplying an element of U with a tile; of so many tiles at once.
+    /// The cost of multiplying an element of U with a tile. Tiles are multiplied `rows` at a time.
     multiply: f64,
     rows: usize,
     /// The cost of reading an element of U that few threads read: the time until it arrives and, with AMX, the time to
@@ -218,7 +218,7 @@ impl Rates {
         }
     }
 
-    /// Multiplications of an element of U with so many tiles.
+    /// The cost of multiplying an element of U with `tiles` tiles.
     fn multiplied(&self, tiles: usize) -> f64 {
         self.multiply * tiles.next_multiple_of(self.rows) as f64
     }
@@ -245,7 +245,7 @@ pub(crate) fn cost(p: &Problem, tile: Tile, filter: Filter, products: Products) 
     const PACK: f64 = 16.0;
     let geometry = Geometry::new(p, tile.m());
     let rates = Rates::of(products);
-    // One pass over U counts: the others are hidden behind the products of their blocks.
+    // Only one pass over U counts: the others overlap with the products of their blocks.
     let u = match filter {
         Filter::Kept => rates.read,
         // U never leaves the caches.

@@ -1,10 +1,10 @@
 //! Winograd's algorithm for few input channels, in one pass.
 //!
-//! With few input channels the transforms of two dimensions, and the transposition around them, take
-//! longer than the products. Here F(4, 3) is applied to rows of the image only, and the filter's
-//! columns are summed directly: half the multiplications of the definition, and vectors over the
-//! pixels of a row in every stage. Products go from registers through the output transform into rows
-//! in the first-level cache, and from there into y in whole cache lines that were asked for before.
+//! With few input channels the transforms of two dimensions, and the transposition around them, take longer than the
+//! products. Here F(4, 3) is applied to rows of the image only, and the filter's columns are summed directly: half the
+//! multiplications of the definition, and vectors over the pixels of a row in every stage. Products go from registers
+//! through the output transform into rows in the first-level cache, and from there into y in whole cache lines that
+//! were prefetched.
 
 use super::super::method::{Prepared, Run};
 use super::super::shared::epilogue::{self, Bounds, Epilogue};

@@ -18,8 +18,8 @@ pub(super) const BLOCK: usize = 128;
 /// rounding error of many channels down: it is most of the error of Winograd's algorithm.
 const CHUNK: usize = 32;
 
-/// The most tiles of one micro-kernel call: `PANEL` sums for each take three quarters of the
-/// registers. With two tiles more, the compiler moved sums to memory and back: half the speed.
+/// The largest number of tiles of one micro-kernel call: `PANEL` sums for each take three quarters of the registers.
+/// With two tiles more, the compiler moved sums to memory and back: half the speed.
 pub(super) const fn max_group(registers: usize) -> usize {
     registers * 3 / 4 / PANEL
 }
@@ -175,8 +175,8 @@ struct Operands {
     m: *mut f32,
     m_vector: usize,
     accumulate: bool,
-    /// Distance in U of what is asked for meanwhile: of the next block of channels, a vector of each
-    /// row, so that two groups of tiles ask for all of it.
+    /// The distance in U of what is prefetched meanwhile: a vector of each row of the next block of channels, so that
+    /// two groups of tiles prefetch all of it.
     next_u: usize,
     /// The next group of tiles of V, prefetched meanwhile if V is far.
     next_v: *const f32,

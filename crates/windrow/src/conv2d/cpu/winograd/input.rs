@@ -128,7 +128,7 @@ impl<X: SimdElement, const A: usize> InputTransform<'_, X, A> {
     /// `B^T` over the columns of each tile, into V.
     ///
     /// # Safety
-    /// `staging` must hold `tiles` tiles, `v` reach as many from where it points.
+    /// `staging` must hold `tiles` tiles, and `v` must reach `tiles` tiles from where it points.
     #[inline(always)]
     unsafe fn transform_rows<S: Simd>(&self, s: S, tiles: usize, v: *mut f32) {
         // Tiles inside of rows: only A places of V are written at a time, each in turn.
@@ -154,7 +154,7 @@ impl<X: SimdElement, const A: usize> InputTransform<'_, X, A> {
 /// Pixels whose channels are neighbours.
 ///
 /// # Safety
-/// x must reach `channels <= LANES` channels of `pixels` pixels, `out` hold as many vectors.
+/// x must reach `channels <= LANES` channels of `pixels` pixels, and `out` must hold `pixels` vectors.
 #[inline(always)]
 pub(super) unsafe fn copy_pixels<S: Simd, X: SimdElement>(
     s: S,
@@ -179,8 +179,7 @@ pub(super) unsafe fn copy_pixels<S: Simd, X: SimdElement>(
 /// vectors more than `pixels`.
 ///
 /// # Safety
-/// x must reach `channels <= LANES` channels of `pixels` pixels, `out` hold as many vectors and
-/// `LANES - 1` more.
+/// x must reach `channels <= LANES` channels of `pixels` pixels, and `out` must hold `pixels + LANES - 1` vectors.
 #[inline(always)]
 pub(super) unsafe fn transpose_rows<S: Simd, X: SimdElement>(
     s: S,
@@ -217,8 +216,8 @@ pub(super) unsafe fn transpose_rows<S: Simd, X: SimdElement>(
 /// Any strides.
 ///
 /// # Safety
-/// x must reach `channels <= lanes` channels of `pixels` pixels by its strides of channel and
-/// pixel, `out` hold as many vectors of `lanes`.
+/// x must reach `channels <= lanes` channels of `pixels` pixels by its strides of channel and pixel, and `out` must
+/// hold `pixels` vectors of `lanes`.
 #[inline(always)]
 pub(super) unsafe fn gather<X: SimdElement>(
     x: *const X,

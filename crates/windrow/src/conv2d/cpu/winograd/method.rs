@@ -1,4 +1,4 @@
-//! Winograd's algorithm as methods of convolutions: in stages, and in one pass.
+//! The two methods of Winograd's algorithm: non-fused, and in one pass.
 
 use super::super::method::{Found, Method, Task};
 use super::blocking::cost;
@@ -7,7 +7,7 @@ use super::{Products, WinogradCpu};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem, Tile};
 use crate::{Accuracy, Filter};
 
-/// Winograd's algorithm in stages.
+/// Non-fused Winograd: transforms and products as separate steps.
 pub(in crate::conv2d::cpu) struct StagedMethod;
 
 impl Method for StagedMethod {
@@ -78,7 +78,7 @@ impl Method for FusedMethod {
     }
 }
 
-/// Most input channels for which one pass is faster than stages.
+/// The largest number of input channels for which one pass is faster than non-fused Winograd.
 const FEW_CHANNELS: usize = 8;
 
 /// True if one pass is ahead, given the most channels for which direct sums are ahead of stages. Vectors lie along the rows

@@ -464,7 +464,7 @@ impl WinogradCpu {
         (output::STAGING + split + m + own).next_multiple_of(MAX_LANES)
     }
 
-    /// The number of tasks for so many tiles.
+    /// The number of tasks for this number of tiles.
     fn tasks(&self, tiles: usize) -> usize {
         tiles.div_ceil(self.blocking.tiles) * self.blocking.parts
     }

@@ -180,7 +180,7 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
 /// Pixels whose channels are neighbours.
 ///
 /// # Safety
-/// `strip` must hold `pixels` vectors, y reach `channels <= LANES` channels of as many pixels.
+/// `strip` must hold `pixels` vectors, and y must reach `channels <= LANES` channels of `pixels` pixels.
 #[inline(always)]
 unsafe fn copy_pixels<S: Simd, Y: SimdElement>(
     s: S,
@@ -208,8 +208,8 @@ unsafe fn copy_pixels<S: Simd, Y: SimdElement>(
 /// Channels whose pixels are neighbours, a square of vectors at a time.
 ///
 /// # Safety
-/// `strip` must hold `pixels` vectors and `LANES - 1` readable ones more, y reach
-/// `channels <= LANES` channels of as many pixels.
+/// `strip` must hold `pixels` vectors and `LANES - 1` more readable ones, and y must reach `channels <= LANES` channels
+/// of `pixels` pixels.
 #[inline(always)]
 unsafe fn transpose_rows<S: Simd, Y: SimdElement>(
     s: S,
@@ -250,8 +250,8 @@ unsafe fn transpose_rows<S: Simd, Y: SimdElement>(
 /// Any strides.
 ///
 /// # Safety
-/// `strip` must hold `pixels` vectors, y reach `channels <= LANES` channels of as many pixels by its strides of channel
-/// and pixel.
+/// `strip` must hold `pixels` vectors, and y must reach `channels <= LANES` channels of `pixels` pixels by its strides
+/// of channel and pixel.
 #[inline(always)]
 unsafe fn scatter<S: Simd, Y: SimdElement>(
     s: S,

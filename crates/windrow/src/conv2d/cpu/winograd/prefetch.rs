@@ -1,9 +1,9 @@
 //! Asking for pixels ahead of time.
 //!
-//! A strip of tiles touches short pieces of many rows of many channels. The hardware does not
-//! foresee them, and waiting for memory took up to five times as long as the transforms themselves.
-//! So the products, which leave the memory idle, ask for the pixels of the next input transform and
-//! of the output transform that follows, a few cache lines with each micro-kernel call.
+//! A strip of tiles touches short pieces of many rows of many channels. The hardware does not foresee them, and waiting
+//! for memory took up to five times as long as the transforms themselves. So the products, which leave the memory idle,
+//! prefetch the pixels of the next input transform and of the output transform that follows, a few cache lines with
+//! each micro-kernel call.
 
 use super::geometry::Geometry;
 use crate::cpu::Simd;
@@ -15,16 +15,16 @@ pub(super) const FAR: usize = 12 << 20;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Pixels of a block of tiles, as the cache lines to ask for.
+/// The pixels of a block of tiles, as cache lines to prefetch.
 #[derive(Clone, Debug)]
 pub(super) struct Prefetch<'a> {
     geometry: &'a Geometry,
     image: Image,
     tiles: Range<usize>,
     channels: Range<usize>,
-    /// Lines to ask for at each call of [`Prefetch::some`].
+    /// The number of lines to prefetch at each call of [`Prefetch::some`].
     share: usize,
-    /// Lines that may be asked for before the next call; negative after a piece of more.
+    /// The number of lines that may be prefetched before the next call; negative after a piece with more lines.
     credit: isize,
     run: Run,
 }

@@ -18,10 +18,10 @@ pub(in crate::conv2d::cpu) enum Products {
     Tiles,
 }
 
-/// Fewest channels on either side for which the products of Winograd's algorithm take so much of the time that splitting U
-/// and V pays.
+/// The smallest number of input and of output channels for which Winograd's products take so much of the time that
+/// splitting U and V pays.
 const SPLIT_CHANNELS: usize = 256;
-/// Fewest tiles of Winograd's for which multiplying with U takes longer than reading and splitting it.
+/// The smallest number of Winograd's tiles for which multiplying with U takes longer than reading and splitting it.
 const SPLIT_TILES: usize = 192;
 
 impl Products {
@@ -76,7 +76,7 @@ impl WinogradCpu {
         }
     }
 
-    /// Strides of M of so many tiles and vectors of output channels.
+    /// The strides of M for these numbers of tiles and vectors of output channels.
     pub(super) fn m_strides_of(&self, tiles: usize, vectors: usize) -> [usize; 2] {
         let tiles = match self.products {
             Products::Vectors => tiles,

@@ -54,7 +54,7 @@ impl WinogradCpu {
         (RAW_LEN / panel.max(1)).max(1).saturating_mul(PANEL).min(self.vectors())
     }
 
-    /// Runs as [`Prepared::run_raw`]. The result has the bits of a run with a packed filter.
+    /// Does the same as [`Prepared::run_raw`]. The result has the bits of a run with a packed filter.
     pub(super) fn run_filter(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
         if self.packs_by_panels() {
             return with_element!(w.dtype(), T => match self.tile {
@@ -90,8 +90,8 @@ impl WinogradCpu {
         }
     }
 
-    /// True if each task packs one panel at a time, beside the V that tasks share. With fewer panels than threads some
-    /// threads would be idle, so all of them pack first.
+    /// True if each task packs one panel at a time, and tasks share V. With fewer panels than threads some threads
+    /// would be idle, so all of them pack first.
     fn packs_by_panels(&self) -> bool {
         // Tiles would split V for each panel.
         self.products == Products::Vectors

@@ -27,7 +27,7 @@ struct Case {
     activation: Activation,
     bias: bool,
     blocking: Option<Blocking>,
-    /// Input as behind a ReLU.
+    /// Input as after a ReLU.
     rectified: bool,
 }
 
@@ -268,7 +268,7 @@ proptest! {
     }
 }
 
-/// Relative RMS error at 256 input channels with data as behind a ReLU.
+/// Relative RMS error at 256 input channels with data as after a ReLU.
 #[test]
 fn errors_at_256_channels() {
     for (tile, bound) in [(Tile::F2, 1e-6), (Tile::F4, 1e-6), (Tile::F6, 5e-6)] {
@@ -347,7 +347,7 @@ fn numbers_that_are_not_finite_stay_in_their_tiles() {
             for (i, y) in y.into_iter().enumerate() {
                 let [row, column] = [i / case.size[1] % case.size[0], i % case.size[1]];
                 let is_near = |i: usize, at: usize| i.abs_diff(at) <= 1;
-                // A tile reads a pixel before its first output, and one behind the last.
+                // A tile reads a pixel before its first output, and one after the last.
                 let reads =
                     |i: usize, at: usize| (i / m * m..i / m * m + m + 2).contains(&(at + 1));
                 if is_near(row, at[0]) && is_near(column, at[1]) {

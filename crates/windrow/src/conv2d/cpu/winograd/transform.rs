@@ -11,7 +11,7 @@ use crate::conv2d::Tile;
 use crate::conv2d::winograd::{MAX_ALPHA, TAPS};
 use crate::cpu::Simd;
 
-/// Most pairs of points.
+/// The largest number of pairs of points.
 const MAX_PAIRS: usize = (MAX_ALPHA - 2) / 2;
 
 /// The transform matrices with the shared work of even and odd powers taken out.

@@ -27,7 +27,7 @@ const POSITIONS: usize = ALPHA * ALPHA;
 /// The bytes of V and D of a chunk, or twice the size of M if that is more, because M is read and written once for each
 /// chunk.
 const CHUNK_BYTES: usize = 2 << 20;
-/// Tasks of each thread, if there are as many, so that none waits long for the last.
+/// The number of tasks for each thread, if there are enough, so that no thread waits long for the last one.
 const TASKS_A_THREAD: usize = 3;
 /// Channels of a block in each direction: its part of M stays in the second-level cache.
 const BLOCK_CHANNELS: usize = 64;
@@ -39,7 +39,7 @@ pub(in crate::conv2d::cpu) struct WinogradWeight {
     threads: usize,
     isa: Isa,
     lanes: usize,
-    /// Most tiles of a chunk.
+    /// The largest number of tiles of a chunk.
     chunk: usize,
     /// Vectors of output and of input channels of a block.
     block: [usize; 2],
@@ -134,8 +134,8 @@ impl WeightGradient for WinogradWeight {
 
 impl WinogradWeight {
     /// # Safety
-    /// x and dy are the problem's, of type T; elements of dw, whose strides of k, c, row and column are given, are in
-    /// memory and touched by nobody else; `scratch` holds [`WeightGradient::scratch_len`] elements.
+    /// x and dy are the problem's, of type T. The elements of dw, whose strides of k, c, row and column are given, are
+    /// in memory, and nothing else accesses them. `scratch` holds [`WeightGradient::scratch_len`] elements.
     unsafe fn sum<T: SimdElement, W: SimdElement>(
         &self,
         x: &TensorRef<'_>,
@@ -374,7 +374,7 @@ mod tests {
             let w = TensorDesc::contiguous(DType::F32, &[k, x[1], 3, 3]).unwrap();
             let x = TensorDesc::contiguous(DType::F32, &x).unwrap();
             let problem = Problem::new(&x, &w, [[1; 2]; 3], 1, false).unwrap();
-            // As behind a ReLU.
+            // As after a ReLU.
             let pixels: Vec<f32> =
                 random(1, x.layout.len(), -1.0, 1.0).iter().map(|&x| x.max(0.0) as f32).collect();
             let shape = problem.y_shape();
@@ -429,7 +429,7 @@ mod tests {
         }
     }
 
-    /// The largest error beside its scale, and the relative RMS error, of sums over 1,568 tiles.
+    /// The largest error relative to its scale, and the relative RMS error, of sums over 1,568 tiles.
     #[test]
     fn errors_of_many_tiles() {
         let inputs = Inputs::new([8, 16, 56, 56], 32);

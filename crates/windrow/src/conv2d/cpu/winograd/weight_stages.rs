@@ -1,4 +1,4 @@
-//! The stages of the weight gradient in Winograd's domain, beside the input transform: the transform of the output's
+//! The stages of the weight gradient in Winograd's domain, except the input transform: the transform of the output's
 //! gradient, `D = A dY A^T`, its products with V summed over tiles, and the filter's gradient, `G^T M G`.
 
 use super::super::shared::rows::copy_transposed;
@@ -125,7 +125,7 @@ impl<Y: SimdElement, const A: usize> GradientTransform<'_, Y, A> {
     /// `A` over the columns of each tile, into D.
     ///
     /// # Safety
-    /// `staging` must hold `tiles` tiles, `d` reach as many from where it points.
+    /// `staging` must hold `tiles` tiles, and `d` must reach `tiles` tiles from where it points.
     #[inline(always)]
     unsafe fn transform_rows<S: Simd>(&self, s: S, tiles: usize, d: *mut f32) {
         for row in 0..A {

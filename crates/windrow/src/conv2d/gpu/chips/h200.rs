@@ -1,5 +1,6 @@
-//! H200, compute capability 9.0. Fitted to 51 layers (`benchmarks/record/2026-11-22-h200/conv2d-algorithms-f32.csv`);
-//! `implicit_gemm` to 46 layers of ResNet-50 at batch 1, 8 and 64, f16 and bf16 to 27 of it and of larger images.
+//! The rates of an H200 (compute capability 9.0). They are fitted to the measured times of 51 layers in f32
+//! (`benchmarks/record/2026-11-22-h200/conv2d-algorithms-f32.csv`). Those of `implicit_gemm` are fitted to 46 layers of
+//! ResNet-50 at batch 1, 8 and 64, and in f16 and bf16 to 27 layers of ResNet-50 and of larger images.
 
 use super::{
     Cudnn, Gradients, Grouped, ImplicitGemm, Packing, Plain, Rates, WinogradGemm, WinogradRow,

@@ -1,10 +1,10 @@
-//! The rates of chips, on which expected times depend, in one file for each chip that was measured.
+//! The constants of the cost model, in one file for each GPU model that was measured.
 
 mod h200;
 
 use crate::gpu::Gpu;
 
-/// A device as expected times see it.
+/// The data of a GPU on which expected times depend.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chip {
     pub(super) multiprocessors: u32,
@@ -14,30 +14,30 @@ pub(super) struct Chip {
 }
 
 impl Chip {
-    /// The rates are those of the device's architecture. One that nobody has measured borrows an H200's, and
-    /// [`Chip::borrowed`] says so.
+    /// The data of `gpu`. Only an H200 was measured, so every GPU has an H200's rates; [`Chip::borrowed`] says if these
+    /// are not its own.
     pub(super) fn of(gpu: &Gpu) -> Self {
         let info = &gpu.info;
         Chip { multiprocessors: info.multiprocessors, l2_cache: info.l2_cache, rates: &h200::RATES }
     }
 
-    /// The chip whose rates stand for those of `gpu`; `None` if they are its own.
+    /// The GPU model whose rates are used for `gpu`; `None` if both have the same architecture.
     pub(super) fn borrowed(gpu: &Gpu) -> Option<&'static str> {
         let rates = Chip::of(gpu).rates;
         (gpu.info.architecture != rates.architecture).then_some(rates.chip)
     }
 
-    /// A chip for tests of choices.
+    /// The data of an H200 with this number of multiprocessors, for tests of choices.
     #[cfg(test)]
     pub(super) fn h200(multiprocessors: u32) -> Self {
         Chip { multiprocessors, l2_cache: 50 << 20, rates: &h200::RATES }
     }
 }
 
-/// Measured rates of a chip, in microseconds.
+/// The measured rates of a GPU model, in microseconds.
 #[derive(Debug)]
 pub(super) struct Rates {
-    /// The chip that was measured, and the architecture that its kernels are compiled for.
+    /// The GPU model that was measured, and the architecture that its kernels are compiled for.
     pub(super) chip: &'static str,
     pub(super) architecture: &'static str,
     pub(super) packing: Packing,
@@ -51,36 +51,36 @@ pub(super) struct Rates {
     pub(super) gradients: Gradients,
 }
 
-/// Packing of a filter: a launch, and each byte read or written.
+/// The time of packing a filter: for a launch, and for each byte that is read or written.
 #[derive(Debug)]
 pub(super) struct Packing {
     pub(super) launch: f64,
     pub(super) byte: f64,
 }
 
-/// A kernel that is bound by its operations.
+/// The time of a kernel that is limited by its arithmetic.
 #[derive(Debug)]
 pub(super) struct Plain {
     pub(super) launch: f64,
     pub(super) gflop: f64,
 }
 
-/// Sums in groups of few channels.
+/// The time of sums in groups of few channels.
 #[derive(Debug)]
 pub(super) struct Grouped {
     pub(super) launch: f64,
     /// The time for groups of one channel: for a megabyte of x and y, and for a GFLOP.
     pub(super) depthwise: [f64; 2],
-    /// The time for groups of some channels: for a term of a sum, and for a megabyte.
+    /// The time for groups of a few channels: for a term of a sum, and for a megabyte.
     pub(super) term: f64,
     pub(super) megabyte: f64,
-    /// The time for groups of some channels with y in NCHW: for a GFLOP of stride 1, and for one of other strides.
+    /// The time for groups of a few channels with y in NCHW: for a GFLOP of stride 1, and for one of other strides.
     pub(super) nchw_gflop: [f64; 2],
     /// The same where y is channels-last: filters are read more slowly.
     pub(super) nhwc_gflop: [f64; 2],
 }
 
-/// The fused kernel: a launch, and a round's step of 16 input channels.
+/// The time of the fused kernel: for a launch, and for a round's step of 16 input channels.
 #[derive(Debug)]
 pub(super) struct WinogradRow {
     pub(super) launch: f64,
@@ -148,7 +148,7 @@ pub(super) struct Cudnn {
     /// launches, and megabytes in a microsecond.
     pub(super) turn: (f64, f64),
     pub(super) own_turn: (f64, f64),
-    /// A pass behind the kernel: a launch, and megabytes in a microsecond.
+    /// The cost of a pass after the kernel: a launch, and megabytes in a microsecond.
     pub(super) pass: (f64, f64),
 }
 

@@ -1,4 +1,4 @@
-// y = act(y + bias + residual) in place, for a dense y: the pass behind cuDNN's kernel. A thread takes VECTOR_BYTES of
+// y = act(y + bias + residual) in place, for a dense y: the pass after cuDNN's kernel. A thread takes VECTOR_BYTES of
 // each tensor.
 //
 // Constants: ELEMENT_*, EPILOGUE, RESIDUAL, VECTOR_BYTES.

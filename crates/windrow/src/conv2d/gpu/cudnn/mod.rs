@@ -1,4 +1,4 @@
-//! cuDNN's convolution, for devices on which cuDNN is installed and faster than the other methods.
+//! cuDNN's convolution. It is used if cuDNN is installed and expected to be faster than the other methods.
 
 pub(super) mod nhwc;
 
@@ -161,7 +161,7 @@ impl Method for CudnnMethod {
     }
 }
 
-/// Expected microseconds of cuDNN's kernel and the pass behind it.
+/// The expected microseconds of cuDNN's kernel and of the pass after it.
 pub(super) fn micros(task: &Task<'_>) -> f64 {
     kernel_micros(task) + pass_micros(task)
 }
@@ -184,7 +184,8 @@ pub(super) fn kernel_micros(task: &Task<'_>) -> f64 {
     (rates.launch + per_gflop * 1e-9 * p.flops()).max(few)
 }
 
-/// Expected microseconds of the pass behind cuDNN's kernel: a launch, reading and writing y, and reading the residual.
+/// The expected microseconds of the pass after cuDNN's kernel: a launch, reading and writing y, and reading the
+/// residual.
 fn pass_micros(task: &Task<'_>) -> f64 {
     let Task { chip, spec, problem: p, .. } = *task;
     if !has_epilogue(spec) && !NhwcConversion::suits(spec, p) {
@@ -281,7 +282,7 @@ impl Prepared for Cudnn {
         self.convolution.workspace_bytes() + nhwc
     }
 
-    /// Bytes that are kept behind a packed filter: see [`Seen`].
+    /// Bytes of the checksums that are stored after a packed filter: see [`Seen`].
     fn seen_bytes(&self) -> usize {
         self.nhwc_filter.as_ref().map_or(0, NhwcFilter::seen_bytes)
     }

@@ -1,6 +1,6 @@
 //! Layout changes around cuDNN's channels-last kernels for NCHW tensors: a channels-last copy of x, the filter in that
-//! order (kept where packed filters are), and sums that are written back in NCHW with bias, residual and activation
-//! (`turn_filter.cu`, `turn_output.cu`). By itself cuDNN converts all three on each call.
+//! order (kept as a packed filter), and sums that are written back in NCHW with bias, residual and activation
+//! (`turn_filter.cu`, `turn_output.cu`). Without this, cuDNN converts all three on each call.
 
 use crate::conv2d::gpu::facts::has_vectors;
 use crate::conv2d::gpu::input::{Input, TILE_BYTES, TILE_PIXELS, VECTOR, most_images};
@@ -67,7 +67,7 @@ impl NhwcFilter {
         Ok(Some(NhwcFilter { kernel, vector: 16 / dtype.size(), problem: *p }))
     }
 
-    /// Bytes that are kept behind a packed filter: see [`Seen`].
+    /// Bytes of the checksums that are stored after a packed filter: see [`Seen`].
     pub(crate) fn seen_bytes(&self) -> usize {
         self.problem.k * Seen::DIGEST
     }

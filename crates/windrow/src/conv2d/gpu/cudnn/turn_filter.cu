@@ -1,5 +1,5 @@
-// Copies a dense filter [k, c, taps] to [k, taps, c]. An output channel that is the same as in the pack that is kept is left
-// as it is.
+// Transposes a dense filter [k, c, taps] to [k, taps, c]. Output channels that have not changed since the filter was
+// last packed are skipped.
 //
 // Constants: ELEMENT_*.
 

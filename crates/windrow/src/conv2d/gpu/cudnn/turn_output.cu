@@ -1,8 +1,8 @@
 // y = act(sums + bias + residual) for a dense y [n, k, pixels] and sums [n, pixels, k] whose channels are whole vectors
 // of 16 bytes. This pass follows a kernel for channels-last images if y has another layout.
 //
-// Constants: ELEMENT_*, EPILOGUE, RESIDUAL, VECTOR: 4 if four pixels of a channel of y and of the residual are aligned as one,
-// else 1.
+// Constants: ELEMENT_*, EPILOGUE, RESIDUAL, VECTOR: 4 if four pixels of a channel of y and of the residual are aligned
+// as one, otherwise 1.
 
 #include "turn.cuh"
 

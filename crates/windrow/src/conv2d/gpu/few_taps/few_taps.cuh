@@ -24,7 +24,7 @@ constexpr int CHANNELS_OF_THREAD = 2 * ROW_TILES;
 constexpr int PIXELS_OF_THREAD = 2 * PIXEL_TILES;
 
 // Column 2 q + e of tile t is this pixel: a lane's sums of its neighbouring tiles are a vector, and lanes q store their
-// vectors beside each other.
+// vectors side by side.
 constexpr int VECTOR_TILES = STORE == PIXELS && VECTOR > 2 ? VECTOR / 2 : 1;
 __device__ __forceinline__ int pixel_of(int t, int q, int e) {
     return t / VECTOR_TILES * (8 * VECTOR_TILES) + q * (2 * VECTOR_TILES) + t % VECTOR_TILES * 2 + e;

@@ -1,7 +1,7 @@
 // Brings a filter into the order in which few_taps.cu holds it in registers: [k block of 16 * ROW_TILES, step, row
 // tile, part, lane, 4 words], the operand A of m16n8k16 (f16/bf16, two taps in a word) or m16n8k8 (TF32, high and low
-// part). For AMD's matrix cores, whose lanes find their elements themselves, it is [k, tap], both up to whole blocks.
-// Zeros where channels or taps end.
+// part). For AMD's matrix cores, whose lanes find their elements themselves, it is [k, tap]. Both are padded with zeros
+// to whole blocks.
 //
 // Constants: ELEMENT_*, TAPS, PRODUCTS, ROW_TILES.
 

@@ -1,5 +1,5 @@
-//! The product of [`Conv2dAlgorithm::Im2colGemm`] where an output sums few taps: the filter stays in registers, and tensor cores,
-//! or AMD's matrix cores, take f32 as well (`few_taps.cu`).
+//! The method of [`Conv2dAlgorithm::Im2colGemm`] for filters with few taps (c * r * s <= 48). The filter stays in
+//! registers, and f32 too is multiplied on tensor cores or AMD's matrix cores (`few_taps.cu`).
 
 use super::general::IM2COL_GEMM;
 use super::method::{About, Method};
@@ -15,7 +15,7 @@ use crate::{Accuracy, DType, Error, Result, TensorDesc};
 static FEW_TAPS: Source = source!("few_taps.cu", "few_taps.cuh");
 static FILTER: Source = source!("few_taps_filter.cu");
 
-/// The most taps; more do not fit in the registers.
+/// The largest number of taps; more do not fit in the registers.
 const MAX_TAPS: usize = 48;
 /// Taps of a filter are less than this apart, in rows or columns.
 const MAX_REACH: usize = 1 << 15;
@@ -82,7 +82,7 @@ impl Cores {
         }
     }
 
-    /// Products that an operand takes part in.
+    /// The number of low-precision products that make up one product of the operands.
     fn products(self, spec: &Conv2dSpec) -> usize {
         let split = self == Cores::Nvidia && spec.x.dtype == DType::F32;
         if split && spec.accuracy <= Accuracy::Fp32 { 3 } else { 1 }
@@ -167,7 +167,7 @@ impl Method for FewTapsMethod {
         ))
     }
 
-    /// True from 8 output channels on.
+    /// True if there are at least 8 output channels.
     fn leads(&self, task: &Task<'_>) -> bool {
         task.problem.k >= 8
     }

@@ -2,7 +2,7 @@
 // matrix product would mostly multiply zeros.
 //
 // Constants: ELEMENT_*, TRANSPOSED (the data gradient: reads dy, writes dx), CHANNELS_INNER (neighbouring threads
-// compute neighbouring channels, else columns), EPILOGUE, RESIDUAL.
+// compute neighbouring channels, otherwise columns), EPILOGUE, RESIDUAL.
 
 #include "conv2d.cuh"
 

@@ -11,8 +11,8 @@
 // f32 multiplies on the plain units, f16 and bf16 on tensor cores with f32 sums; on AMD on matrix cores if they take
 // the type. The weight gradient is split over images; im2col_gemm_sum.cu adds the parts in a fixed order.
 //
-// Constants: ELEMENT_*, PROBLEM, ALONG_ROWS (neighbouring lanes load neighbouring rows of a, else neighbouring depth),
-// EPILOGUE, RESIDUAL.
+// Constants: ELEMENT_*, PROBLEM, ALONG_ROWS (neighbouring lanes load neighbouring rows of a, otherwise neighbouring
+// depth), EPILOGUE, RESIDUAL.
 
 #include "conv2d.cuh"
 

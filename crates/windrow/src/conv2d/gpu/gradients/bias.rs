@@ -71,7 +71,7 @@ impl BiasGradient {
         (ROWS_PER_WARP * columns + 16) as f64 * DType::F32.unit_roundoff()
     }
 
-    /// `db`, with a stride and a type of its own, of `dy`.
+    /// Computes `db`, which has its own stride and type, from `dy`.
     ///
     /// # Safety
     /// The tensors must have these layouts and be on the stream's device, with [`BiasGradient::scratch_bytes`] there.

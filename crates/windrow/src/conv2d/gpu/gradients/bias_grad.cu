@@ -1,7 +1,7 @@
-// The gradient of the bias: sums of dy over images and pixels. A block sums some rows of pixels of one channel, or of
-// 32 that lie side by side, and writes a part; im2col_gemm_sum.cu adds the parts.
+// The gradient of the bias: sums of dy over images and pixels. A block sums several rows of pixels of one channel, or
+// of 32 neighbouring channels, and writes a part; im2col_gemm_sum.cu adds the parts.
 //
-// Constants: ELEMENT_*, CHANNELS_INNER (lanes are channels, else columns), WARPS.
+// Constants: ELEMENT_*, CHANNELS_INNER (lanes are channels, otherwise columns), WARPS.
 
 #include "conv2d.cuh"
 

@@ -1,4 +1,5 @@
-//! Data gradients that are convolutions: of dy with the mirrored filter, or transposed ones, which every device has.
+//! Data gradients that are convolutions: either a convolution of dy with the mirrored filter, or a transposed
+//! convolution, which runs on every GPU.
 
 use crate::conv2d::gpu::Operands;
 use crate::conv2d::gpu::choice;

@@ -1,4 +1,4 @@
-//! The weight gradient as a product of dy and the gathered x, in parts, of every convolution.
+//! The weight gradient of any convolution, as a matrix product of dy and the gathered x that is summed in parts.
 
 use crate::conv2d::gpu::general::{BLOCK, Im2colParams, MAX_GRID_Z, PRODUCT};
 use crate::conv2d::gpu::gradient::{GradientMethod, WeightGradient, WeightOperands};
@@ -13,7 +13,7 @@ use crate::{DType, Result};
 
 /// Blocks that keep a device busy, for each multiprocessor.
 const BLOCKS_PER_PROCESSOR: usize = 4;
-/// The most memory for parts.
+/// The largest memory in bytes for parts.
 const MAX_PARTS_BYTES: usize = 64 << 20;
 
 /// The method for weight gradients that no other method computes.
@@ -117,7 +117,8 @@ impl WeightGradient for Im2colWeight {
     }
 }
 
-/// Roundings of sums over the pixels of so many images: one for each addition, or twice that where tensor cores cut off.
+/// The roundings of sums over the pixels of this number of images: one for each addition, or two if tensor cores
+/// truncate.
 pub(super) fn summed(p: &Problem, images: usize) -> f64 {
     (2 * images * p.oh * p.ow + 6) as f64 * DType::F32.unit_roundoff()
 }

@@ -1,6 +1,6 @@
-//! The data gradient as products of gathered dy and the filter, by the kernels of [`ImplicitGemm`]: rows and columns of
-//! dx that leave the same remainder when the stride divides them meet the same taps, and are a convolution of dy of
-//! stride 1 by those.
+//! The data gradient as products of gathered dy and the filter, by the kernels of [`ImplicitGemm`]. The rows and
+//! columns of dx are divided by their remainder modulo the stride. Those with one remainder use the same taps, so they
+//! are a convolution of dy, of stride 1, with these taps.
 
 use crate::conv2d::gpu::cudnn::kernel_micros;
 use crate::conv2d::gpu::facts::is_strict;
@@ -118,7 +118,7 @@ impl Part {
         })
     }
 
-    /// The part on the chip of the whole gradient.
+    /// The task for the part, on the same GPU as `whole`.
     fn task<'a>(&'a self, whole: &Task<'_>) -> Task<'a> {
         whole.gradient(&self.spec, &self.problem).by(Conv2dAlgorithm::ImplicitGemm)
     }

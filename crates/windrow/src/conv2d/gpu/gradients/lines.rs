@@ -1,4 +1,4 @@
-//! Pixels as rows of a product, so that the taps of a filter are rows at constant distances.
+//! A numbering of pixels as matrix rows in which each tap of a filter is a constant offset.
 
 use crate::conv2d::Problem;
 use crate::conv2d::gpu::shared::weight_product::STEP_ROWS;
@@ -6,7 +6,7 @@ use crate::conv2d::gpu::shared::weight_product::STEP_ROWS;
 /// Rows and octets are counted in 32 bits.
 const MAX_ROWS: usize = 1 << 30;
 
-/// Up to so many channels the taps of a row of the filter are channels too.
+/// The largest number of channels with which the taps of a row of the filter are channels too.
 const FOLDED_CHANNELS: usize = 4;
 
 /// The order of pixels as matrix rows: row after row of an image, image after image.
@@ -19,7 +19,7 @@ pub(super) struct Lines {
     pub(super) height: usize,
     /// Planes that taps read, in each direction.
     pub(super) planes: [usize; 2],
-    /// Taps so far apart read the same plane.
+    /// Taps at this distance read the same plane.
     pub(super) period: [usize; 2],
     /// Rows of dy and of a plane of x.
     pub(super) dy: usize,
@@ -27,7 +27,7 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// `None` where rows are too many to be counted.
+    /// The order of pixels for a convolution; `None` if there are too many rows.
     pub(super) fn new(p: &Problem) -> Option<Self> {
         let folded = p.c <= FOLDED_CHANNELS && p.s > 1;
         let (taps, size, out) = ([p.r, p.s], [p.h, p.w], [p.oh, p.ow]);
@@ -42,7 +42,7 @@ impl Lines {
             period[d] = stride / gcd(stride, p.dilation[d]);
             planes[d] = period[d].min(taps[d]);
             reach[d] = (taps[d] - 1).checked_mul(p.dilation[d])? / stride;
-            // What is behind the last line of an image may be the first zeros of the next.
+            // The zeros after the last line of an image may be the first zeros of the next.
             let filled = size[d].checked_add(padding)?.div_ceil(stride);
             let read = out[d].checked_add(reach[d])?;
             extent[d] = out[d].max(filled.min(read)).max(read.saturating_sub(padding / stride));

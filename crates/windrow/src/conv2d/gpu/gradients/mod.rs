@@ -1,4 +1,4 @@
-//! The gradients on a device. All sums are formed in an order that does not depend on timing.
+//! The gradients on a GPU. All sums are added in an order that does not depend on timing.
 
 mod bias;
 mod convolved_data;
@@ -94,7 +94,7 @@ impl Backward {
         [self.data.tolerance(), weight, self.bias.tolerance()]
     }
 
-    /// `dw`, with strides and a type of its own, of `x` and `dy`.
+    /// Computes `dw`, which has its own strides and type, from `x` and `dy`.
     ///
     /// # Errors
     /// [`crate::Error::Backend`].

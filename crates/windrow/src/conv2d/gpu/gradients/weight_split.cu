@@ -1,10 +1,10 @@
-// Splits an f32 tensor in f16 parts, in the order of weight_product.cu. Rows are pixels, row after row of all images. A
-// plane has the rows and columns with the same remainder modulo the stride. So a tap reads one plane, further on by a
-// constant. Between rows and images there are zeros for the padding. If channels are few, the taps of a row of the
-// filter are folded into channels, and columns are those of dy.
+// Splits an f32 tensor into f16 parts, in the order of weight_product.cu. Matrix rows are pixels, image row after image
+// row. A plane has the image rows and columns with one remainder modulo the stride. So a tap reads one plane, at a
+// constant offset. Between image rows and between images there are zeros for the padding. If there are few channels,
+// the taps of a row of the filter are folded into channels, and columns are those of dy.
 //
 // Constants: ELEMENT_F32, FOLDED 0 or 1; CHANNELS_INNER 0 or 1: whether channels are neighbours; VECTOR: 4 if they are
-// whole, aligned vectors, else 1; EXPONENT, SHRINKAGE.
+// whole, aligned vectors, otherwise 1; EXPONENT, SHRINKAGE.
 
 #include "conv2d.cuh"
 

@@ -1,6 +1,6 @@
 // Adds the parts of a weight gradient of weight_product.cu in a fixed order, with compensation, and stores it with any
-// strides. An infinity split in f16 parts is an infinity and NaN, and meets zeros between rows and images. So elements
-// that would be NaN are summed once more, plainly, by all lanes of their warp.
+// strides. If an operand is infinite, its f16 parts are infinity and NaN, and their products with the zeros between
+// rows and images are NaN. So elements that would be NaN are summed again in f32, by all lanes of their warp.
 //
 // Constants: ELEMENT_F32.
 

@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_four(float* to, const float* from) {
     to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
 }
 
-// Copies inputs of so many planes, COPIES of a thread at a time: so many loads are under way.
+// Copies inputs of this number of planes, COPIES of a thread at a time: so COPIES loads are under way.
 __device__ __forceinline__ void copy_inputs(const Params& p, const Element* const* planes, float* inputs, int count,
                                             int top, int left) {
     constexpr int PARTS = (COPY_W + LANES - 1) / LANES, GROUPS = THREADS / LANES, COPIES = 8;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void copy_inputs(const Params& p, const Element* cons
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
-    // A row more: vectors of the last one may end behind it.
+    // One more row: vectors of the last one may end after it.
     __shared__ __align__(16) float inputs[PLANES * COPY_H * COPY_W + 4 * READ_VECTORS];
     __shared__ __align__(16) float filters[PLANES][FILTER_PITCH];
     __shared__ const Element* planes[PLANES];

@@ -1,5 +1,5 @@
-// Convolution in groups of some channels, summed as it is. A thread computes TILE_H outputs of a column for BLOCK_K channels
-// of a group, from inputs that most loads find in the caches, and filters in shared memory. Neighbouring threads have SLOTS
+// Convolution in groups of a few channels, as plain sums. A thread computes TILE_H outputs of a column for BLOCK_K
+// channels of a group. Most loads of inputs hit a cache; filters are in shared memory. Neighbouring threads have SLOTS
 // neighbouring blocks of channels, then the next columns.
 //
 // Constants: those of groups.cuh, TILE_W 1; GROUP_C, GROUP_K: channels of a group; BLOCK_K, a multiple of 4; SLOTS, THREADS, a

@@ -5,14 +5,14 @@ use crate::TensorDesc;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 
-/// The most threads of a block, and blocks for each multiprocessor of those that take tiles in turn.
+/// The largest number of threads of a block, and of blocks per multiprocessor if blocks take tiles in turn.
 const THREADS: usize = 256;
 const BLOCKS: usize = 4;
-/// The most planes of a block, and bytes of shared memory that their inputs take.
+/// The largest number of planes of a block, and of bytes of shared memory for their inputs.
 const MAX_PLANES: usize = 32;
 const SHARED_BYTES: usize = 44_000;
-/// The limits for groups of some channels: output channels of a thread, threads of a block, and blocks of channels
-/// beside each other.
+/// The limits for groups of a few channels: output channels of a thread, threads of a block, and neighbouring blocks of
+/// channels.
 const BLOCK_K: usize = 8;
 const FEW_THREADS: usize = 128;
 const MAX_SLOTS: usize = 8;
@@ -20,11 +20,11 @@ const MAX_SLOTS: usize = 8;
 /// The division of outputs among threads and blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Form {
-    /// A thread takes tiles of neighbouring channels; `lanes` of them are a row of a block.
+    /// A thread computes tiles of neighbouring channels; `lanes` threads are a row of a block.
     Channels { tile: [usize; 2], vector: usize, lanes: usize, blocks: usize },
-    /// Threads of a block take tiles of so many planes.
+    /// The threads of a block compute tiles of `planes` planes.
     Planes { tile: [usize; 2], block: [usize; 2], planes: usize, copied: [usize; 2] },
-    /// A thread takes the outputs of so many rows of a column, of `block` channels of a group.
+    /// A thread computes the outputs of `rows` rows of a column, for `block` channels of a group.
     Few { rows: usize, block: usize, slots: usize, vector: usize, out: bool, blocks: usize },
 }
 

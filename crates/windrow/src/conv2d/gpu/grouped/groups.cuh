@@ -1,6 +1,6 @@
-// What depthwise_channels.cu, depthwise_planes.cu and few_channels.cu share: convolution in groups of few channels, at the
-// rate of memory. A thread computes TILE_H x TILE_W neighbouring outputs of a channel, or of some, from inputs in registers:
-// so each input is loaded about twice, and most loads meet a cache.
+// The common part of depthwise_channels.cu, depthwise_planes.cu and few_channels.cu: convolution in groups of few
+// channels, limited by memory bandwidth. A thread computes TILE_H x TILE_W neighbouring outputs of one or a few
+// channels from inputs in registers. So each input is loaded about twice, and most loads hit a cache.
 //
 // Constants: ELEMENT_*, EPILOGUE, RESIDUAL, FILTER_H, FILTER_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H,
 // TILE_W.

@@ -1,5 +1,5 @@
-//! [`Conv2dAlgorithm::Direct`] where every group has one input channel
-//! (`depthwise_channels.cu`, `depthwise_planes.cu`) or some (`few_channels.cu`).
+//! The method of [`Conv2dAlgorithm::Direct`] for groups of one input channel (`depthwise_channels.cu`,
+//! `depthwise_planes.cu`) or of a few (`few_channels.cu`).
 
 mod form;
 
@@ -25,7 +25,7 @@ static FEW: Source = source!("few_channels.cu", "groups.cuh");
 const MAX_TAPS: usize = 49;
 const MAX_FEW_TAPS: usize = 25;
 const MAX_READS: usize = 24;
-/// The most input channels of a group.
+/// The largest number of input channels of a group.
 const MAX_CHANNELS: usize = 32;
 
 #[derive(Debug)]

@@ -1,5 +1,5 @@
-//! The division of the product of [`ImplicitGemm`](super::ImplicitGemm) into blocks, the way in which these gather x,
-//! and the expected time.
+//! The division of the matrix product of [`ImplicitGemm`](super::ImplicitGemm) into blocks (tile size and split-K), the
+//! way in which blocks gather x, and the cost model.
 
 use crate::conv2d::gpu::chips::{Chip, ImplicitGemm};
 use crate::conv2d::gpu::task::Task;
@@ -67,7 +67,7 @@ impl Cut {
             .min_by(|(_, a), (_, b)| a.total_cmp(b))
     }
 
-    /// Expected microseconds: a launch, and rounds of tiles of so many steps.
+    /// The expected microseconds: a launch, and rounds of tiles with this number of steps.
     fn micros(&self, chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
         let rates = &chip.rates.implicit_gemm;
         let tiles = (p.n * p.oh * p.ow).div_ceil(self.pixels) * self.k_blocks(p);
@@ -212,7 +212,8 @@ pub(super) fn of_type(dtype: DType, maps: bool) -> impl Iterator<Item = Cut> {
     all.filter(|cut| cut.block < 256 || cut.half && cut.parts == 1)
 }
 
-/// Clusters of so many blocks that a device holds at a time: some of its multiprocessors are in no whole cluster.
+/// The number of clusters of `parts` blocks that a GPU holds at a time. Some of its multiprocessors are in no whole
+/// cluster.
 pub(super) fn clusters(multiprocessors: u32, parts: usize) -> usize {
     let whole = multiprocessors as usize / parts;
     let lost = match parts {
@@ -247,7 +248,7 @@ pub(super) fn gather(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) ->
     }
 }
 
-/// Some tap lies beside the image.
+/// True if some tap is outside the image.
 pub(super) fn is_padded(p: &Problem) -> bool {
     let ends = |d: usize, outputs: usize, taps: usize, size: usize| {
         let last = outputs.saturating_sub(1) * p.stride[d] + taps.saturating_sub(1) * p.dilation[d];

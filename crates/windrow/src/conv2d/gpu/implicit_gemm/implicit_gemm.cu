@@ -8,15 +8,15 @@
 // is scaled by its largest tap when it is packed. The pixels of a warp are scaled by the largest that the warp has seen
 // so far. If later terms would leave the range, sums are scaled down to a new power, which is exact.
 //
-// Tensor cores truncate when they add. So their sums are short: 64 terms, small products first. Then they are added to
-// sums that round.
+// Tensor cores truncate when they add. So their sums are short: 64 terms, the products with low parts first. Then they
+// are added to sums that round.
 //
 // A block has two consumer warpgroups, which multiply 64 pixels by BLOCK_K channels each, and a producer warpgroup that
 // keeps a ring of stages full. SPLIT blocks of a cluster share the terms of a tile; their sums are added in the order of
 // the blocks.
 //
-// Constants: ELEMENT_F32; EPILOGUE; RESIDUAL; GATHER (implicit_gemm.cuh); PADDED 0 or 1: taps may lie beside the image; BLOCK_K 64 or
-// 128; SPLIT 1, 2, 4 or 8; STAGES; CHANNELS_LAST_OUT 0 or 1; INPUT_EXPONENT, FILTER_EXPONENT.
+// Constants: ELEMENT_F32; EPILOGUE; RESIDUAL; GATHER (implicit_gemm.cuh); PADDED 0 or 1: taps may be outside the image;
+// BLOCK_K 64 or 128; SPLIT 1, 2, 4 or 8; STAGES; CHANNELS_LAST_OUT 0 or 1; INPUT_EXPONENT, FILTER_EXPONENT.
 
 #include "implicit_gemm_gather.cuh"
 #include "implicit_gemm_special.cuh"

@@ -1,5 +1,6 @@
-// Packs a filter in the order in which implicit_gemm.cu and implicit_gemm_half.cu multiply it. Terms are (r, s, c) with all
-// input channels of the unit, zeros for those of other groups, and where k or the terms end.
+// Packs a filter in the order in which implicit_gemm.cu and implicit_gemm_half.cu multiply it. A unit is one group, or
+// several groups that a block computes together. Terms are (r, s, c) with all input channels of the unit. They are zero
+// for input channels of other groups, and where k or the terms end.
 //
 // f32: [k block, step of 64 terms, 16 terms, part, 16 terms x BLOCK_K channels], the last two as 8 x 8 blocks of 128
 // bytes. Each output channel is scaled by a power of two, so that f16 holds it, and split in a high and a low f16 part.
@@ -8,7 +9,7 @@
 // f16/bf16, as they are: [k block, step of 64 terms, BLOCK_K channels, 64 terms], terms 8 i to 8 i + 7 of row n
 // at i ^ n % 8.
 //
-// An output channel that is the same as in the pack that is kept is left as it is.
+// Output channels that have not changed since the filter was last packed are skipped.
 //
 // Constants: ELEMENT_*, BLOCK_K; for f32 FILTER_EXPONENT, SHRINKAGE.
 

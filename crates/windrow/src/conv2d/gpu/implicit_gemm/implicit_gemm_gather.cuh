@@ -1,9 +1,9 @@
 // The gathering of implicit_gemm.cu and implicit_gemm_half.cu: terms of x go to shared memory, with zeros outside the
 // image and the sum.
 //
-// GATHER CHANNELS: a stage is [pixel][term], rows of chunks of 16 bytes. f32: the first and second half of odd rows
-// change places. f16/bf16: chunk i of row r lies at i ^ r % 8, which is the swizzle of 128 bytes.
-// Else it is [term][pixel], pixel i of term t at i ^ (t / 4 % 4 * 8). So the consumers' loads meet no bank twice.
+// GATHER CHANNELS: a stage is [pixel][term], rows of chunks of 16 bytes. f32: the first and second half of odd rows are
+// swapped. f16/bf16: chunk i of row r is at i ^ r % 8, which is the swizzle of 128 bytes. Otherwise it is
+// [term][pixel], pixel i of term t at i ^ (t / 4 % 4 * 8). So the consumers' loads have no bank conflicts.
 
 #include "implicit_gemm.cuh"
 

@@ -5,8 +5,9 @@
 //
 // A block has two consumer warpgroups, which multiply half of its pixels by all of its channels, and producers. SPLIT blocks of a cluster share the terms of a tile; then a block has one tile.
 //
-// Constants: ELEMENT_F16 or ELEMENT_BF16; EPILOGUE; RESIDUAL; GATHER 1 or 3; PADDED 0 or 1: taps may lie beside the image; BLOCK_M 128 or
-// 256; BLOCK_K 64, 128 or 256; SPLIT 1, 2, 4 or 8; STAGES; RESIDENT blocks of a multiprocessor; PRODUCERS 128 or, for GATHER 3, 32; OUT (see `Place`).
+// Constants: ELEMENT_F16 or ELEMENT_BF16; EPILOGUE; RESIDUAL; GATHER 1 or 3; PADDED 0 or 1: taps may be outside the
+// image; BLOCK_M 128 or 256; BLOCK_K 64, 128 or 256; SPLIT 1, 2, 4 or 8; STAGES; RESIDENT blocks of a multiprocessor;
+// PRODUCERS 128 or, for GATHER 3, 32; OUT (see `Place`).
 
 #include "implicit_gemm_gather.cuh"
 
@@ -15,7 +16,7 @@ constexpr int SUMS = BLOCK_K / 2;      // of a thread and tile
 constexpr int COLUMNS_J = BLOCK_K / 8; // groups of 8 columns of the product
 constexpr int SHARE = COLUMNS_J / SPLIT, STORE_J = SHARE < 4 ? SHARE : 4; // of them that a block stores, and at a time
 constexpr int STORES = SHARE / STORE_J;
-// There are registers for the residual beside the sums: 168 if no warpgroup gives any away.
+// There are registers for the residual in addition to the sums: 168 if no warpgroup gives any away.
 constexpr bool ADDS_EARLY = RESIDUAL && (PRODUCERS == 128 || BLOCK_K < 256), ADDS_LATE = RESIDUAL && !ADDS_EARLY;
 
 // How y is stored: elements of any strides; vectors of eight channels; vectors of four pixels.

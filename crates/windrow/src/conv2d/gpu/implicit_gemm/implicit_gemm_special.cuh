@@ -1,5 +1,5 @@
-// Outputs of implicit_gemm.cu that would be NaN, as plain sums. An infinity split in f16 parts is an infinity and NaN,
-// and the NaN of one group meets the zeros of another.
+// Outputs of implicit_gemm.cu that would be NaN, computed again as plain sums in f32. If an operand is infinite, its
+// f16 parts are infinity and NaN. And if one group has a NaN, its product with the zeros of another group is NaN.
 
 #include "implicit_gemm_output.cuh"
 

@@ -125,7 +125,7 @@ impl Method for ImplicitGemmMethod {
             let reach = taps.saturating_sub(1).saturating_mul(p.dilation[d]);
             size.saturating_add(2 * p.padding[d]) < MAX_EXTENT && reach < MAX_EXTENT
         };
-        // Offsets within x, also of taps beside it.
+        // Offsets within x, also of taps outside it.
         let padded = |d: usize| match d {
             2 | 3 => spec.x.shape()[d] + 2 * p.padding[d - 2],
             _ => spec.x.shape()[d],
@@ -296,7 +296,7 @@ impl Prepared for ImplicitGemm {
         (self.filter_bytes() + self.problem.k * size_of::<f32>()).next_multiple_of(ALIGNMENT)
     }
 
-    /// Bytes that are kept behind a packed filter: see [`Seen`].
+    /// Bytes of the checksums that are stored after a packed filter: see [`Seen`].
     fn seen_bytes(&self) -> usize {
         self.cut.k_blocks(&self.problem) * self.cut.block * Seen::DIGEST
     }
@@ -411,7 +411,7 @@ struct Images {
     maps: bool,
 }
 
-/// Weights of an output channel if they lie in one piece, in whatever order, else 0.
+/// The number of weights of an output channel if they are contiguous, in any order; otherwise 0.
 fn dense_weights(w: &TensorDesc, p: &Problem) -> usize {
     let (shape, strides) = ([p.c_group(), p.r, p.s], &w.strides()[1..]);
     let mut order = [0, 1, 2];

@@ -17,8 +17,8 @@ static PRODUCT: Source = source!(
 static HALF_PRODUCT: Source =
     source!("implicit_gemm_half.cu", "implicit_gemm.cuh", "implicit_gemm_gather.cuh");
 
-/// Largest magnitudes of scaled operands are below 2^(exponent + 1): half precision holds 2^15, and pixels that come later
-/// may be larger than those that set the scale.
+/// The exponents of scaled operands, whose largest magnitudes are below 2^(exponent + 1): f16 holds 2^15, and pixels
+/// that come later may be larger than those that set the scale.
 const INPUT_EXPONENT: i32 = 8;
 pub(super) const FILTER_EXPONENT: i32 = 14;
 const CONSUMER_WARPS: usize = 8;

@@ -59,7 +59,7 @@ __device__ __forceinline__ const Element* beside(const Element* residual, const 
     return residual + (to - y);
 }
 
-// The bias of an output channel, 0 where there is none.
+// The bias of an output channel, 0 if there is none.
 template <class P> __device__ __forceinline__ float bias_at(const P& p, i64 k) {
     if (p.bias == nullptr) return 0;
     return p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_largest(u32* to, u32 mine) {
     if (threadIdx.x == 0) atomicMax(to, mine);
 }
 
-// The digests that are kept beside a packed filter, so that the next packing kernel sees if the filter has changed.
+// The checksums that are stored after a packed filter, so that the next packing kernel finds out what has changed.
 struct Seen {
     ulonglong2* digests; // of the channels that each block packed; null if nothing is kept
     u64 ticket;          // of this memory alone, so that its content before the first packing is no valid digest

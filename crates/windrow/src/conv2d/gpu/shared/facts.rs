@@ -1,4 +1,4 @@
-//! Facts about a convolution that several methods ask for.
+//! Properties of a convolution that several methods need.
 
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::dtype::not_computed;

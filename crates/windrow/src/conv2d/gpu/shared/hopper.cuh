@@ -111,7 +111,7 @@ __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], const u32 (&a)[4
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// As above with 128 columns, registers d[4 j + 2 t + e] alike.
+// The same with 128 columns; registers d[4 j + 2 t + e] as above.
 __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], const u32 (&a)[4], u64 b,
                                                  int accumulate) {
     asm volatile(

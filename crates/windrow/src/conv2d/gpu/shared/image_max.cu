@@ -1,6 +1,6 @@
 // The largest finite magnitude of each image of an f32 tensor.
 //
-// Constants: ELEMENT_F32, VECTOR: 4 if the innermost elements are aligned 16-byte vectors, else 1.
+// Constants: ELEMENT_F32, VECTOR: 4 if the innermost elements are aligned 16-byte vectors, otherwise 1.
 
 #include "conv2d.cuh"
 

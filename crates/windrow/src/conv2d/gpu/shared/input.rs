@@ -162,8 +162,8 @@ pub(crate) fn image_bytes(spec: &Conv2dSpec) -> usize {
     (h * w * channels(spec) * spec.x.dtype.size()).next_multiple_of(ALIGNMENT)
 }
 
-/// The most images to copy at a time within `bytes`, if that is given. If the layout allows reading x in place, only an
-/// unaligned address needs the copy.
+/// The largest number of images to copy at a time within `bytes`, if that is given. If the layout allows reading x in
+/// place, only an unaligned address needs the copy.
 pub(crate) fn most_images(spec: &Conv2dSpec, bytes: Option<usize>) -> usize {
     if copy_engine_reads(spec) {
         return 1;

@@ -1,4 +1,5 @@
-//! The code that several methods share: headers, operands, packed filters, split numbers, copies of x.
+//! The code that several methods share: headers, operands, packed filters, f32 numbers split into f16 parts, copies of
+//! x.
 
 pub(super) mod facts;
 pub(super) mod input;
@@ -21,7 +22,7 @@ pub(super) const KERNELS: &[&str] = &[
     "pack_input.cu conv2d_winograd_row_input_{f32,f16,bf16} sm_90",
 ];
 
-/// A header beside the file that names it.
+/// A header in the folder of the file that names it.
 macro_rules! header {
     ($name:literal) => {
         Source { name: $name, text: include_str!($name), includes: &[] }
@@ -32,7 +33,7 @@ pub(super) const CONV2D: Source = header!("conv2d.cuh");
 pub(super) const HOPPER: Source = header!("hopper.cuh");
 pub(super) const TURN: Source = header!("turn.cuh");
 
-/// A kernel's source beside the file that names it, and its method's own headers there.
+/// A kernel's source in the folder of the file that names it, with its method's own headers there.
 macro_rules! source {
     ($name:literal $(, $header:literal)*) => {
         crate::gpu::Source {

@@ -3,7 +3,8 @@
 //
 // f32: also finds the largest finite magnitude of each image, for the scale of split operands.
 //
-// Constants: ELEMENT_*, VECTOR: 4 if the pixels of a channel follow each other and can be read in aligned fours, else 1.
+// Constants: ELEMENT_*, VECTOR: 4 if the pixels of a channel are contiguous and can be read in aligned fours, otherwise
+// 1.
 
 #include "turn.cuh"
 

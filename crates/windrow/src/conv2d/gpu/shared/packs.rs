@@ -1,7 +1,8 @@
-//! Packs of one filter that are kept from run to run.
+//! Packed filters on GPUs that are kept from run to run.
 //!
-//! A pack belongs to the stream that it is checked and read on, or to the graph that does so: work on different streams and in
-//! different graphs shares nothing. A frozen filter's pack is shared by all streams.
+//! A packed filter (here *pack*) belongs to one stream or to one graph, which compares it with the filter and reads it.
+//! So different streams and different graphs share nothing. Only the packed filter of a frozen filter is shared by all
+//! streams.
 
 use crate::Result;
 use crate::conv2d::gpu::{PackTo, Prepared};
@@ -10,14 +11,14 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// Packs that streams keep, at most: those that were not used for the longest time are let go.
+/// The largest number of packs that streams keep. The least recently used ones are dropped.
 const MOST: usize = 8;
 
-/// The packs of a filter on devices, for plans with the packings `K`.
+/// The packs of a filter on GPUs, for plans with the packings `K`.
 #[derive(Debug)]
 pub(crate) struct Packs<K> {
     kept: Mutex<Vec<CachedPack<K>>>,
-    /// Goes up when the filter is frozen or released again: odd while it is frozen.
+    /// A number that goes up when the filter is frozen or released again. It is odd while the filter is frozen.
     changes: AtomicU64,
 }
 
@@ -48,7 +49,7 @@ enum Owner {
     Graph(Weak<Pack>),
 }
 
-/// The filter's place and layout, by which a packed form is found.
+/// The owner of a packed filter, by which it is found.
 #[derive(Clone, Debug)]
 enum Place {
     /// The stream of this number.
@@ -61,7 +62,7 @@ enum Place {
 
 #[derive(Debug)]
 struct Frozen {
-    /// [`Packs::changes`] when it was packed: it is of no use at any other number.
+    /// The value of [`Packs::changes`] when it was packed. At any other value the pack is not used.
     change: u64,
     made: Event,
     is_made: AtomicBool,
@@ -69,7 +70,7 @@ struct Frozen {
     retained_by: AtomicU64,
 }
 
-/// A pack that a run may read. Nobody else has it meanwhile, or it is frozen.
+/// A pack that a run may read. No other run has it at the same time, unless it is frozen.
 pub(crate) struct Lease<'a, K: Copy + PartialEq> {
     packs: &'a Packs<K>,
     packing: K,
@@ -102,7 +103,7 @@ impl<K: Copy + PartialEq> Packs<K> {
     /// [`crate::Error::OutOfMemory`], [`crate::Error::Backend`].
     ///
     /// # Safety
-    /// `w` must be the filter of the engine's spec on the stream's device, and `packing` say how the engine packs it.
+    /// `w` must be the filter of the engine's spec on the stream's GPU, and `packing` must say how the engine packs it.
     pub(crate) unsafe fn lease<'a>(
         &'a self,
         engine: &dyn Prepared,
@@ -128,7 +129,8 @@ impl<K: Copy + PartialEq> Packs<K> {
         }
         let place = match &capture {
             None => Place::Stream(stream.id()?),
-            // The driver tells no number of a stream that is captured; no two at a time have one handle.
+            // The driver does not tell the number of a stream that is captured. No two streams have the same handle at
+            // the same time.
             Some(capture) => Place::Capture(stream.as_raw().addr(), capture.id),
         };
         let pack = match self.take(packing, &place) {
@@ -185,14 +187,14 @@ impl<K: Copy + PartialEq> Packs<K> {
         })
     }
 
-    /// Takes a packed form out of the cache, so that nobody else has it.
+    /// Takes a pack out of the cache, so that no other run has it.
     fn take(&self, packing: K, place: &Place) -> Option<Arc<Pack>> {
         let mut kept = self.lock();
         let found = kept.iter().position(|kept| kept.packing == packing && kept.place.is(place))?;
         kept.remove(found).pack()
     }
 
-    /// Puts a packed form in as the last one used, and drops those that are no longer useful.
+    /// Puts a pack in as the last one used, and drops those that are no longer useful.
     fn put(&self, new: CachedPack<K>) {
         let change = self.changes.load(Ordering::Acquire);
         let mut kept = self.lock();
@@ -224,7 +226,7 @@ impl<K: Copy + PartialEq> Packs<K> {
         drop(gone);
     }
 
-    /// Overwrites the beginning of each pack, to see whether anybody notices.
+    /// Overwrites the beginning of each pack, to test that runs read it.
     #[cfg(test)]
     pub(crate) fn spoil(&self, stream: &Stream) {
         for pack in self.lock().iter().filter_map(CachedPack::pack) {
@@ -248,7 +250,7 @@ impl<K> CachedPack<K> {
 }
 
 impl<K: PartialEq> CachedPack<K> {
-    /// True if both are of one packing and device.
+    /// True if both have the same packing and GPU.
     fn is_like(&self, other: &Self) -> bool {
         let device = |kept: &Self| kept.gpu().map(Gpu::device);
         self.packing == other.packing && device(self) == device(other)

@@ -23,18 +23,19 @@ pub(crate) fn with_epilogue(kernel: KernelSpec, spec: &Conv2dSpec) -> KernelSpec
 /// Threads of a block where each computes an element.
 pub(crate) const THREADS: usize = 256;
 
-/// A launch of one thread for each of so many elements.
+/// A launch of one thread for each of this number of elements.
 pub(crate) fn one_thread_each(elements: usize) -> Launch {
     Launch::line(elements.div_ceil(THREADS), THREADS)
 }
 
-/// Strides of a tensor of rank 4, in elements. That of a dimension of one element is 0 here, whatever it is there:
-/// kernels take addresses beside the image before they find that nothing is there, in 32 bits where the image allows.
+/// Strides of a tensor of rank 4, in elements. The stride of a dimension of size 1 is set to 0: kernels compute
+/// addresses outside the image before they find that nothing is there, in 32 bits if the image allows.
 pub(crate) fn strides(desc: &TensorDesc) -> [i64; 4] {
     std::array::from_fn(|d| if desc.shape()[d] > 1 { desc.strides()[d] as i64 } else { 0 })
 }
 
-/// The digests by which a packing kernel knows if a cached pack is still that of the filter; `Seen` of `conv2d.cuh`.
+/// The checksums by which a packing kernel finds out what has changed since a filter was last packed; `Seen` of
+/// `conv2d.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
@@ -46,7 +47,7 @@ impl Seen {
     /// The bytes for each block of a packing kernel.
     pub(crate) const DIGEST: usize = 16;
 
-    /// The digests behind a pack of `packed_bytes` bytes if it is cached; otherwise none.
+    /// The checksums after a packed filter of `packed_bytes` bytes if it is cached; otherwise none.
     pub(crate) fn behind(to: PackTo, packed_bytes: usize) -> Self {
         match to.ticket {
             Some(ticket) => Seen { digests: to.memory.wrapping_add(packed_bytes), ticket },

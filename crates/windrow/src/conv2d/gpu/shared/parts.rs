@@ -1,4 +1,4 @@
-//! Sums of a gradient's parts, in the order of the parts.
+//! The sum of a gradient's partial sums, in a fixed order.
 
 use super::parameters::one_thread_each;
 use crate::conv2d::gpu::{kernel, source};
@@ -55,7 +55,7 @@ impl AddParts {
     }
 
     /// # Safety
-    /// What the parameters point to must be on the stream's device.
+    /// What the parameters point to must be on the stream's GPU.
     pub(crate) unsafe fn run(
         &self,
         stream: &Stream,

@@ -14,7 +14,7 @@ params! {
         pub(crate) y: *mut u8,
         pub(crate) y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
         pub(crate) bias_stride: i64,
-        /// True if the bias is f32 beside f16 or bf16 elements.
+        /// True if the bias is f32 and the elements are f16 or bf16.
         pub(crate) bias_is_float: i32,
         k: i32,
         oh: i32,

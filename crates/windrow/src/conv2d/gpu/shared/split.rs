@@ -1,5 +1,5 @@
-//! The splitting of f32 numbers into sums of two f16 parts: powers of two that bring operands into the range of f16,
-//! from the largest finite magnitude of each image (`image_max.cu`) and of each filter.
+//! The splitting of f32 numbers into sums of two f16 parts. Operands are brought into the range of f16 by powers of
+//! two, which are computed from the largest finite magnitude of each image (`image_max.cu`) and of each filter.
 
 use crate::conv2d::gpu::ALIGNMENT;
 use crate::conv2d::gpu::{Divisor, kernel, source};
@@ -26,8 +26,8 @@ pub(crate) fn rounding() -> f64 {
     DType::F16.unit_roundoff() * DType::F16.unit_roundoff()
 }
 
-/// The exponent to which operands are scaled, so that transforms by this matrix, one after the other in so many
-/// `dimensions`, stay finite in half precision.
+/// The exponent to which operands are scaled, so that transforms by this matrix, one after the other in `dimensions`
+/// dimensions, stay finite in f16.
 pub(crate) fn exponent<const N: usize>(rows: &[[Rational; N]], dimensions: i32) -> i32 {
     let growth =
         rows.iter().map(|r| r.iter().map(|x| x.to_f64().abs()).sum::<f64>()).fold(0.0, f64::max);
@@ -124,7 +124,7 @@ impl ImageMax {
     /// Writes the bits of those of `n` images to `x_max`.
     ///
     /// # Safety
-    /// `x` must be images of the tensor and `x_max` `n` words, on the stream's device.
+    /// `x` must be images of the tensor and `x_max` `n` words, on the stream's GPU.
     pub(crate) unsafe fn run(
         &self,
         stream: &Stream,
@@ -220,7 +220,7 @@ mod tests {
         assert_eq!(inverse_scale(0, 4), 1.0);
     }
 
-    /// Scales of f32 whose product is beyond its range. Nothing without a device.
+    /// Scales of f32 whose product is beyond its range. Without a GPU the test does nothing.
     #[test]
     fn tiny_and_huge_numbers_are_scaled() {
         if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {

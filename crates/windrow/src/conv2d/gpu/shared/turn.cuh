@@ -1,5 +1,5 @@
-// The common part of pack_input.cu and turn_output.cu. Images are transposed between the order of their pixels and that
-// of their channels through shared memory. The block of a thread is 16 bytes of channels by four pixels.
+// The common part of pack_input.cu and turn_output.cu. Images are transposed between NCHW and channels-last order
+// through shared memory. Each thread transposes 16 bytes of channels by four pixels in registers.
 
 #pragma once
 

@@ -1,17 +1,17 @@
-// Sums over rows of products of two operands, each split in two f16 parts, for sm_90a: weight gradients in f32.
+// The matrix product A^T B of two f32 operands, each split into two f16 parts, for sm_90a: weight gradients in f32.
 //
 //     out[m, n] = sum over rows of a[row, m] b[row, n]
 //
-// Rows are the pixels, or tiles, of all images. A side's channels lie in octets: [octet][row][8], the low parts behind
-// the high ones. So a run of rows of an octet is contiguous. wgmma reads it as a column of blocks of 8 x 8. A tap of a
-// filter reads the same rows further on.
+// Rows are the pixels, or tiles, of all images. A side's channels lie in octets: [octet][row][8], the low parts after
+// the high ones. So neighbouring rows of an octet are contiguous. wgmma reads them as a column of blocks of 8 x 8. A
+// tap of a filter reads the same rows at a constant offset.
 //
-// Tensor cores truncate when they add. So their sums are short: 64 rows, small products first. Then they are added to
-// sums that round.
+// Tensor cores truncate when they add. So their sums are short: 64 rows, the products with low parts first. Then they
+// are added to sums that round.
 //
 // A block has two consumer warpgroups, which multiply 64 columns of side m by BLOCK_N of side n each, and a producer
-// warpgroup that keeps a ring of stages full. Its items are tiles of `out` by parts of the rows, and by positions, matrices of
-// their own.
+// warpgroup that keeps a ring of stages full. A work item is a tile of `out`, a part of the rows, and for Winograd one
+// position of the transformed tile, which is a separate product.
 //
 // Constants: ELEMENT_F32, BLOCK_N 64 or 128, STAGES.
 

@@ -1,5 +1,5 @@
-//! Sums over rows of products of two operands that are split into f16 parts (`weight_product.cu`), on compute
-//! capability 9.0: weight gradients in f32, of pixels or of Winograd's tiles.
+//! The matrix product A^T B of two f32 operands that are split into f16 parts (`weight_product.cu`), on compute
+//! capability 9.0. It computes weight gradients in f32; rows are pixels or Winograd's tiles.
 
 use crate::conv2d::gpu::chips::Chip;
 use crate::conv2d::gpu::{Divisor, kernel, source};
@@ -18,11 +18,11 @@ pub(crate) const STEP_ROWS: usize = 64;
 pub(crate) const SHRINKAGE: f32 = 8.9e-8;
 const BLOCK_M: usize = 128;
 const BLOCKS: [usize; 2] = [64, 128];
-/// The most memory for parts of a gradient.
+/// The largest memory in bytes for parts of a gradient.
 const MAX_PARTS_BYTES: usize = 64 << 20;
 
-/// The operands of a product: octets of the channels of dy, and of those of x for all taps, in a matrix of their own
-/// for so many positions.
+/// The operands of a product: octets of the channels of dy, and octets of the channels of x for all taps. Each of
+/// `positions` positions is a separate product.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) octets: [usize; 2],
@@ -33,7 +33,7 @@ pub(crate) struct Shape {
 /// The division of a product into blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Cut {
-    /// Blocks have 128 channels of x and `block` of dy; else it is the other way round.
+    /// True if blocks have 128 channels of x and `block` of dy; otherwise it is the other way round.
     x_first: bool,
     block: usize,
     parts: usize,
@@ -76,7 +76,7 @@ pub(crate) struct Side {
 pub(crate) struct Taps {
     pub(crate) s: Divisor,
     pub(crate) stride: [Divisor; 2],
-    /// Taps so far apart read the same plane.
+    /// Taps at this distance read the same plane.
     pub(crate) period: [Divisor; 2],
     pub(crate) dilation: [i32; 2],
     pub(crate) planes_w: i32,
@@ -214,7 +214,7 @@ impl WeightProduct {
     /// Writes the parts of the sums of dy and x to `out`, each `part` elements, in matrices of `position` elements.
     ///
     /// # Safety
-    /// What the sides and `out` point to must be as they say, on the stream's device.
+    /// What the sides and `out` point to must be as they say, on the stream's GPU.
     pub(crate) unsafe fn run(
         &self,
         stream: &Stream,

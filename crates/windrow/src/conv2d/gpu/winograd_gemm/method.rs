@@ -1,4 +1,4 @@
-//! The method in Winograd's stages: its domain, its accuracy and its expected time.
+//! The method of [`Conv2dAlgorithm::WinogradGemm`]: which convolutions it computes, its accuracy and its expected time.
 
 use super::{WinogradGemm, pieces};
 use crate::conv2d::gpu::facts::{is_strict, may_transform, packed_parts};
@@ -124,7 +124,7 @@ pub(crate) fn micros(task: &Task<'_>, tile: Tile) -> f64 {
         + rates.product * elements * (parts * p.c * p.k) as f64
 }
 
-/// F4 raises errors more than F2, which f32 can afford, and f16 if it is asked for.
+/// F4 has larger errors than F2. f32 can afford them, and f16 at [`Accuracy::Half`].
 pub(crate) fn largest_tile(spec: &Conv2dSpec) -> Tile {
     match (spec.x.dtype, spec.accuracy) {
         (DType::F32, _) | (DType::F16, Accuracy::Half) => Tile::F4,

@@ -1,7 +1,8 @@
-//! Winograd in stages on any device: filter, input and output transforms (`winograd_*.cu`)
-//! around one strided-batched matrix product for all positions of the transform tile.
+//! Non-fused Winograd on any GPU: filter, input and output transforms (`winograd_*.cu`) as separate kernels, around one
+//! strided-batched matrix product for all positions of the transformed tile.
 //!
-//! f32 is multiplied as f16 on tensor cores, by three products of split numbers for `Fp32` (`winograd.cuh`).
+//! f32 is multiplied as f16 on tensor cores. For accuracy `Fp32`, each number is split into two f16 parts, of which
+//! three products are summed (`winograd.cuh`).
 
 mod method;
 mod pieces;
@@ -213,7 +214,7 @@ impl Prepared for WinogradGemm {
         packed_bytes(self.tile, &self.spec, &self.problem)
     }
 
-    /// Bytes that are kept behind a packed filter: see [`Seen`].
+    /// Bytes of the checksums that are stored after a packed filter: see [`Seen`].
     fn seen_bytes(&self) -> usize {
         self.problem.k * Seen::DIGEST
     }
@@ -392,8 +393,7 @@ impl Prepared for WinogradGemm {
         }
     }
 
-    /// Errors of U and V beside those, relative to the largest number of an output channel's filters and of an image:
-    /// all that have one scale keep steps of one size, so that the smallest lose bits.
+    /// Numbers with a common scale keep steps of the same size, so the smallest lose bits.
     fn underflows(&self) -> [f64; 2] {
         if self.image_max.is_none() {
             return [0.0; 2];

@@ -1,5 +1,5 @@
-//! The code that algorithms in Winograd's stages share: the division of tiles into chunks, the layout of a stage in
-//! memory, and the transform that reads images.
+//! The code that non-fused Winograd shares between the convolution and its weight gradient: the division of tiles into
+//! chunks, the layout of a stage (U, V or M) in memory, and the transform that reads images.
 
 use crate::conv2d::gpu::shared::matrix::matrix;
 use crate::conv2d::gpu::shared::weight_product::OCTET;
@@ -19,10 +19,10 @@ pub(crate) const THREADS: usize = 128;
 /// a matrix starts at a vector.
 const VECTOR_BYTES: usize = 16;
 const TILE_MULTIPLE: usize = 8;
-/// Chunks of fewer tiles leave a device idle. By measurements, this costs more than the cache saves.
+/// Chunks of fewer tiles leave a GPU idle. By measurements, this costs more than the cache saves.
 const MIN_CHUNK_TILES: usize = 32_768;
-/// The most memory for the stages of a chunk, and where an image has so many tiles as to make several launches that fill a
-/// device all the same: such images take most of a network's memory.
+/// The largest memory in bytes for the stages of a chunk. The second limit is for images with so many tiles that
+/// smaller chunks still fill a GPU: such images take most of a network's memory.
 const MAX_STAGE_BYTES: usize = 1 << 30;
 const MAX_STAGE_BYTES_OF_LARGE: usize = 1 << 28;
 const LARGE_IMAGE_TILES: usize = 16_384;
@@ -37,8 +37,8 @@ pub(crate) struct Stage {
     pub(crate) channels: usize,
     /// Channels with those that fill the last vector.
     pub(crate) padded: usize,
-    /// The parts of an element, each with as many channels: 1; 3 for f32 split into f16 parts; or 2 that lie in octets
-    /// (`winograd.cuh`).
+    /// The number of parts of an element, each with all channels: 1; 3 for f32 split into f16 parts; or 2 that lie in
+    /// octets (`winograd.cuh`).
     pub(crate) parts: usize,
     pub(crate) channels_inner: bool,
 }

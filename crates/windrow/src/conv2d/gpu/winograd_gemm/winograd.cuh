@@ -1,16 +1,19 @@
-// The common part of the stages of Winograd's algorithm: F(TILE x TILE, 3 x 3) with transform tiles of ALPHA x ALPHA.
+// The common part of the steps of non-fused Winograd: F(TILE x TILE, 3 x 3) with transformed tiles of ALPHA x ALPHA.
 //
-// Stages lie in memory as matrices, one for each position p of the transform tile:
+// The intermediate tensors (stages) lie in memory as matrices, one for each position p of the transformed tile:
 //
 //     U [p][k][c]    V [p][c][tile] or [p][tile][c]    M [p][k][tile] or [p][tile][k]
 //
 // with tiles innermost where the image has columns side by side, and channels where it has those. Both may be padded.
 //
-// PARTS, for f32: the number of f16 parts that stand for a number of U and V, which is scaled by a power of two so that
-// f16 holds it. One part is the number rounded. Three lie side by side as more channels: high, low, high of U and low,
-// high, high of V, so that one product of all parts sums the three that count, small terms first, because a tensor core
-// truncates numbers that it adds to a large sum. Two, high parts and low ones behind them, are in octets of channels,
-// [p][octet][tile][8], for weight_product.cu.
+// PARTS, for f32: the number of f16 parts that stand for a number of U and V. The number is scaled by a power of two so
+// that f16 holds it.
+// - With 1 part, it is the rounded number.
+// - With 3 parts, these lie side by side as more channels: high, low, high of U and low, high, high of V. So one matrix
+//   product sums the three products that count, those with low parts first, because a tensor core truncates numbers
+//   that it adds to a large sum.
+// - With 2 parts, the low parts lie after the high ones, in octets of channels, [p][octet][tile][8], for
+//   weight_product.cu.
 #pragma once
 #include "conv2d.cuh"
 

@@ -1,5 +1,5 @@
-// U = G g G^t for every filter and channel, a block for each filter; zeros in the channels that pad U. A filter that is the
-// same as in the pack that is kept is left as it is.
+// U = G g G^t for every filter and channel, a block for each filter; zeros in the channels that pad U. Output channels
+// that have not changed since the filter was last packed are skipped.
 //
 // Constants: ELEMENT_*, TILE, FILTER (the transform G), PARTS (f32) and EXPONENT.
 

@@ -1,8 +1,9 @@
-//! The places of a fused Winograd kernel's tiles in images and in shared memory.
+//! The positions of a fused Winograd kernel's tiles in images and in shared memory.
 //!
-//! A warpgroup computes 32 pairs of tiles, each pair 6 outputs wide. They form a strip some pairs wide; rows of all
-//! images follow each other in it. Either every image gets whole units (its rows rounded up), or units run over the
-//! ends of images. See `winograd_row.cu`.
+//! A warpgroup computes 32 pairs of tiles, each pair 6 outputs wide. These 32 pairs are a *unit*. Units lie one below
+//! the other in a strip, which is `pairs_x` pairs wide and contains the rows of all images, one image after the other.
+//! Either each image has a whole number of units (its rows are rounded up), or a unit may have rows of several images.
+//! See `winograd_row.cu`.
 
 use std::ops::Range;
 
@@ -95,7 +96,7 @@ impl Geometry {
         Some((geometry, conflicts))
     }
 
-    /// Strips beside each other.
+    /// The number of strips side by side.
     pub(crate) fn strips(&self, ow: usize) -> usize {
         ow.div_ceil(self.pairs_x * PAIR_COLUMNS)
     }
@@ -106,7 +107,7 @@ impl Geometry {
     }
 }
 
-/// The most input rows that a unit has in shared memory, over all places where units start.
+/// The largest number of input rows that a unit has in shared memory, over all rows at which units start.
 fn stage_rows(image_rows: usize, pairs_x: usize, box_rows: usize) -> usize {
     if box_rows > 2 {
         return box_rows; // units do not run over the end of an image

@@ -84,7 +84,7 @@ impl Fused {
         Ok(Fused { kernel, geometry, filter_stages, resident })
     }
 
-    /// Products of sizes that the kernel counts in 32 bits stay below 2^30 for so many images.
+    /// The number of images for which products of sizes that the kernel counts in 32 bits stay below 2^30.
     pub(super) fn most_images(&self, plan: &WinogradRow) -> usize {
         let per_image = self.geometry.units(1, plan.problem.ow) * plan.sizes.k_blocks().max(PAIRS);
         ((1 << 30) / per_image.max(1)).max(1)

@@ -1,4 +1,5 @@
-//! Winograd F(3, 3) along rows in one kernel, on devices with products of warpgroups (`winograd_row.cu`).
+//! The one-dimensional Winograd F(3, 3) along rows, in one kernel, on GPUs with warpgroup matrix instructions (wgmma;
+//! `winograd_row.cu`).
 
 mod geometry;
 mod kernel;
@@ -127,8 +128,8 @@ impl Method for WinogradRowMethod {
     }
 }
 
-/// The number of times that the fused kernel's blocks fill the device. A block computes two units of 192 outputs of 64
-/// channels. In strict f32, outputs beside the image count too; 14 columns have a fifth of them.
+/// The number of times that the fused kernel's blocks fill the GPU. A block computes two units of 192 outputs of 64
+/// channels. In strict f32, outputs outside the image count too; with 14 columns they are a fifth of all.
 pub(super) fn rounds(task: &Task<'_>) -> f64 {
     let (spec, p, multiprocessors) = (task.spec, task.problem, task.chip.multiprocessors);
     let rounds = if is_strict(spec) {
@@ -156,7 +157,7 @@ pub(super) fn micros(task: &Task<'_>) -> f64 {
 }
 
 impl WinogradRow {
-    /// The share of the products of channels-last tensors that make outputs, on a device with this number of
+    /// The share of the products of channels-last tensors that make outputs, on a GPU with this number of
     /// multiprocessors. The others belong to tiles outside the image and to a last round with too few blocks.
     pub(super) fn share_in_use(problem: &Problem, multiprocessors: u32) -> f64 {
         let Some((geometry, items)) = Self::items(problem, false) else {
@@ -166,7 +167,7 @@ impl WinogradRow {
         geometry.efficiency * items as f64 / in_rounds.max(1) as f64
     }
 
-    /// The number of times that the blocks' work, two units of 64 channels each, fills so many multiprocessors.
+    /// The number of times that the blocks' work, two units of 64 channels each, fills this number of multiprocessors.
     fn work(problem: &Problem, wide: bool, multiprocessors: u32) -> f64 {
         let items = Self::items(problem, wide).map_or(0, |(_, items)| items);
         items as f64 / f64::from(multiprocessors)
@@ -210,7 +211,7 @@ impl Prepared for WinogradRow {
         self.sizes.packed_bytes()
     }
 
-    /// Bytes that are kept behind a packed filter: see [`Seen`].
+    /// Bytes of the checksums that are stored after a packed filter: see [`Seen`].
     fn seen_bytes(&self) -> usize {
         self.sizes.k_blocks() * BLOCK_K * Seen::DIGEST
     }

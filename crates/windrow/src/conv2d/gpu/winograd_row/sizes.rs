@@ -60,7 +60,7 @@ impl Sizes {
         steps.div_ceil(steps.div_ceil(most.max(UNFLUSHED)))
     }
 
-    /// The amount by which tensor cores shrink the sums of so many accumulations between two flushes.
+    /// The amount by which tensor cores shrink the sums of this number of accumulations between two flushes.
     pub(super) fn shrinkage(&self) -> f64 {
         let chunks = self.steps().div_ceil(self.chunk_steps()).max(1);
         split::SHRINKAGE * (self.products * TAPS * self.steps()) as f64 / chunks as f64
@@ -79,8 +79,8 @@ impl Sizes {
         (self.u_bytes() + self.k * size_of::<f32>()).next_multiple_of(ALIGNMENT)
     }
 
-    /// The fewest bytes that packed filter and workspace have together: so many images are copied at a time that the
-    /// product still fills the device.
+    /// The smallest number of bytes of packed filter and workspace together, with just enough images copied at a time
+    /// that the product still fills the GPU.
     pub(super) fn least_bytes(&self, spec: &Conv2dSpec, p: &Problem) -> usize {
         let pixels = self.multiprocessors * 2 * PAIRS * PAIR_COLUMNS;
         let of_image = p.oh * p.ow * self.k_blocks();
@@ -93,7 +93,7 @@ impl Sizes {
 
     /// The images to copy at a time, at most `most`, so that all pieces together take the fewest rounds of blocks.
     pub(super) fn images_of_a_piece(&self, spec: &Conv2dSpec, p: &Problem, most: usize) -> usize {
-        /// The cost of a piece beside its rounds: launches.
+        /// The cost of a piece in addition to its rounds: launches.
         const OF_A_PIECE: f64 = 0.25;
         let n = p.n.max(1);
         if most == 1 || most >= n {

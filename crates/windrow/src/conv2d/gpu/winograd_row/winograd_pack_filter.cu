@@ -4,7 +4,7 @@
 // f32: each output channel is scaled by a power of two, so that f16 holds it, and split in a high and (PRODUCTS 3) a
 // low f16 part.
 //
-// An output channel that is the same as in the pack that is kept is left as it is.
+// Output channels that have not changed since the filter was last packed are skipped.
 //
 // Constants: ELEMENT_*, PRODUCTS, FILTER (the transform), FILTER_EXPONENT for f32.
 

@@ -22,7 +22,7 @@
 
 // ---- producer ----
 
-// A ring's `empty` barriers lie this far behind the `full` ones.
+// A ring's `empty` barriers lie this far after the `full` ones.
 constexpr int X_EMPTY = 2 * 8 * INPUT_STAGES;
 
 __device__ __forceinline__ void produce_input(const Params& p, int consumer, u32 stages, u32 full) {

@@ -1,5 +1,5 @@
-// What the blocks of winograd_row.cu compute: its sizes and parameters, which tiles a unit holds, which units an
-// item. The constants are those of that file.
+// What the blocks of winograd_row.cu compute: sizes and parameters, which tiles are in a unit, and which units are in a
+// work item. The constants are those of that file.
 
 #pragma once
 
@@ -18,7 +18,8 @@ constexpr int PART_BYTES = STEP_C * BLOCK_K * 2; // one position of U, one step:
 constexpr int PARTS = PRODUCTS == 1 ? 1 : 2;     // high and low part
 constexpr int U_BYTES = ALPHA * PARTS * PART_BYTES;
 constexpr int CONSUMER_WARPS = 8;
-// Together 504 for each lane of a warp of the three groups. One product of f32 asks the producer for input most often.
+// Together 504 for each lane of a warp of the three groups. One product of f32 needs input from the producer most
+// often.
 constexpr int PRODUCER_REGISTERS = IS_F32 && PRODUCTS == 1 && CHANNELS_LAST_OUT ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 

@@ -21,7 +21,7 @@ const COLUMNS: usize = 2;
 /// Bytes of a panel's split chunk of channels: [part, tile of output channels, TILE_BYTES].
 const PANEL_CHUNK: usize = PARTS * COLUMNS * TILE_BYTES;
 
-/// Bytes that the split V of a position takes, and two split panels of U, of so many tiles and channels.
+/// The bytes of the split V of a position, and of two split panels of U, for these numbers of tiles and channels.
 pub(super) const fn split_bytes(tiles: usize, c: usize) -> usize {
     c.div_ceil(TERMS) * (PARTS * whole(tiles) * ROW_BYTES + 2 * PANEL_CHUNK)
 }
@@ -117,7 +117,7 @@ impl AmxGemm<'_, '_> {
         PANEL.min(self.gemm.vectors - vector) * self.lanes
     }
 
-    /// The panel that is multiplied behind one.
+    /// The panel that is multiplied after this one.
     fn behind(&self, Panel { position, vector }: Panel) -> Option<Panel> {
         if vector + PANEL < self.gemm.vectors {
             Some(Panel { position, vector: vector + PANEL })
@@ -145,7 +145,7 @@ impl AmxGemm<'_, '_> {
         dispatch_bf16(self.isa, SplitInput { v, stride: vector, vectors, tiles, to });
     }
 
-    /// Splits a share of the pairs of input channels of a chunk, and asks for some pixels.
+    /// Splits a share of the pairs of input channels of a chunk, and prefetches a few pixels.
     ///
     /// # Safety
     /// U holds the panel, and there is room for it at `to`.

@@ -1,8 +1,8 @@
 //! U and V as parts of bf16.
 //!
-//! Terms of a tile come in pairs, of which the second is as many input channels behind the first as a vector has lanes:
-//! then vectors are split as they lie, the left operand's along the channels of V, the right one's along the output
-//! channels of U.
+//! Terms of a tile come in pairs. The second term of a pair is the input channel after the first by the number of lanes
+//! of a vector. So vectors are split as they lie: the left operand's along the channels of V, the right one's along the
+//! output channels of U.
 
 use super::super::prefetch::Ahead;
 use super::{COLUMNS, TERMS, TILE_BYTES, whole};
@@ -13,7 +13,7 @@ use std::ops::Range;
 /// Numbers of bf16 that add up to one of f32.
 pub(super) const PARTS: usize = 3;
 
-/// Elements of U by which it is asked for before it is split: what memory delivers meanwhile.
+/// The number of elements of U by which it is prefetched before it is split: what memory delivers in that time.
 const AHEAD: usize = 4 << 10;
 
 /// Splits V [c / LANES, tile, LANES] of a position to [chunk, part, tile, TERMS].

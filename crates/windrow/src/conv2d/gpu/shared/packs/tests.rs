@@ -1,4 +1,4 @@
-//! Filters that change, on a device; nothing without one.
+//! Tests of changing filters on a GPU. Without a GPU they do nothing.
 
 use crate::conv2d::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, FilterCache, Weights,
@@ -25,7 +25,7 @@ fn stream() -> Stream {
     Stream::apart(Gpu::get(Device::Cuda(0)).unwrap()).unwrap()
 }
 
-/// A layer for each algorithm of the device, element type and layout.
+/// A layer for each algorithm of the GPU, element type and layout.
 fn layers() -> Vec<Layer> {
     let mut layers = Vec::new();
     if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
