@@ -1,4 +1,4 @@
-//! The tensors of a run, by name.
+//! The inputs and outputs of a run, and the gradients of a backward run.
 
 use crate::forms::{fields, setters};
 use crate::{TensorMut, TensorRef};
@@ -32,22 +32,21 @@ fields! {
         y: TensorMut<'a>,
     }
     optional {
-        /// [b or sequences, d, width-1]; copies, bit for bit.
+        /// [b or sequences, d, width-1]. The values are exact copies of inputs.
         final_states: TensorMut<'a> => with_final_states,
     }
 }
 
-/// The gradients that a backward run computes: those that are given. Strides are free, without
-/// overlap.
+/// The gradients that a backward run writes. It computes the fields that are `Some`. They may have any strides with
+/// which no two elements share memory.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct CausalConv1dGrads<'a> {
-    /// Gradient of `x`: its shape and type.
+    /// Gradient of `x`, of x's shape and type.
     pub dx: Option<TensorMut<'a>>,
-    /// Gradient of the weight: its shape, f32 or x's type. The same bits on any number of
-    /// threads.
+    /// Gradient of the weight, of its shape, f32 or x's type. The result has the same bits for any number of threads.
     pub dweight: Option<TensorMut<'a>>,
-    /// Gradient of the bias `[d_out]`, f32 or x's type. The same bits on any number of threads.
+    /// Gradient of the bias `[d_out]`, f32 or x's type. The result has the same bits for any number of threads.
     pub dbias: Option<TensorMut<'a>>,
     /// Gradient of the initial states [b or sequences, d, width-1], of x's type.
     pub dinitial_states: Option<TensorMut<'a>>,

@@ -8,8 +8,8 @@ use crate::cpu::gemm::MAX_TERMS;
 use crate::verification::{Check, Comparison, Expected};
 use crate::{Activation, DType, Result, TensorRef};
 
-/// Most additions in a row that form an element of a sum of `terms` products: of a matrix product's
-/// block, then of the blocks.
+/// The largest number of additions, one after the other, that form an element of a sum of `terms` products: of a matrix
+/// product's block, then of the blocks.
 fn additions(terms: usize) -> usize {
     terms.min(MAX_TERMS + terms.div_ceil(MAX_TERMS))
 }
@@ -19,9 +19,9 @@ fn forward_additions(problem: &Problem) -> usize {
     additions(if problem.dense { problem.width * problem.d } else { problem.width })
 }
 
-/// Roundings of a sum of products and a bias, in units of f32, and of the activation (4 units in the
-/// last place, 8 roundings' worth), whose slope is at most 1.2. For half types SiLU is only
-/// computed to the few bits more that they need.
+/// Roundings of a sum of products and a bias, in units of f32, and of the activation (4 units in the last place, which
+/// are 8 roundings), whose slope is at most 1.2. For f16 and bf16, SiLU is only computed to the few more bits that they
+/// need.
 pub(super) fn forward_tolerance(problem: &Problem, activation: Activation, y: DType) -> f64 {
     let sum = forward_additions(problem) as f64 + 1.0;
     let f32_error = (1.2 * sum + 8.0) * DType::F32.unit_roundoff();
@@ -76,7 +76,7 @@ pub(super) fn forward_checks_with(
     Ok(checks)
 }
 
-/// The gradients that were asked for.
+/// The comparisons of the requested gradients with the oracle.
 pub(crate) fn backward_checks(
     reference: &Reference,
     (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),

@@ -1,4 +1,5 @@
-//! Causal convolution over sequences: prefill, decoding, training.
+//! Causal convolution over sequences: whole sequences (prefill) with gradients, one or a few new tokens at a time
+//! (decoding), and many sequences with a pool of states (serving).
 
 mod args;
 mod comparison;

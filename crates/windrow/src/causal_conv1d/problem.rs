@@ -10,7 +10,7 @@ pub struct Problem {
     pub b: usize,
     /// Input channels.
     pub d: usize,
-    /// Output channels; as many as input channels unless dense.
+    /// Output channels; equal to `d` unless the convolution is dense.
     pub d_out: usize,
     /// Tokens.
     pub l: usize,
@@ -76,7 +76,7 @@ impl Problem {
         check_parameter("bias", bias, x)
     }
 
-    /// The dense output of x: channel-last if that is.
+    /// The output for x, without gaps: channels-last if x is.
     pub(super) fn output(&self, x: &TensorDesc) -> Result<TensorDesc> {
         let (shape, strides) = (x.shape(), x.strides());
         let channel_last = shape[1] > 1 && strides[1].abs() < strides[2].abs();
@@ -100,7 +100,7 @@ pub(crate) fn rank(arg: &'static str, given: &TensorDesc, expected: &'static str
     Error::Rank { arg, given: given.layout.rank(), expected }
 }
 
-/// Indices are i32 or i64, each tensor of its own type.
+/// Indices are i32 or i64. Each tensor may have another of these types.
 pub(crate) fn check_index(arg: &'static str, given: &TensorDesc) -> Result<()> {
     match given.dtype {
         DType::I32 | DType::I64 => Ok(()),

@@ -12,7 +12,7 @@ use crate::verification::data::{Held, Numbers, Style, options};
 use crate::verification::random::{Lane, Trial};
 use crate::{Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, Workspace};
 
-/// Most products that the oracle sums up, usually and now and then.
+/// The largest numbers of products that the oracle sums. The second limit is used rarely.
 const PRODUCTS: [usize; 2] = [20_000, 600_000];
 
 fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dSpec> {
@@ -291,7 +291,7 @@ fn sample(
     })
 }
 
-/// Boundaries that do not rise from 0 to l have to be refused before anything is written.
+/// Boundaries that do not rise from 0 to l must be rejected before anything is written.
 fn bad_boundaries(
     choices: &mut Choices<'_>,
     trial: &mut Trial,
@@ -350,7 +350,7 @@ fn update_spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dUp
     Ok(spec)
 }
 
-/// A random step of decoding: with states of its own, as ring buffers, from a pool.
+/// A random decoding step: with one state for each entry, with ring buffers, or with a pool.
 pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let device = trial.device();
     let style = Style::random(choices);

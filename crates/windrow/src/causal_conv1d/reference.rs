@@ -211,8 +211,8 @@ impl Reference {
         Ok(out)
     }
 
-    /// Gradients for `dy` [b, d_out, l] and those of the final states. If y is empty those of the bias and
-    /// of the initial states have elements only if they are asked for: there may be no memory for them.
+    /// Gradients for `dy` [b, d_out, l] and those of the final states. If y is empty, those of the bias and of the
+    /// initial states have elements only if they are requested: there may be no memory for them.
     pub(crate) fn backward(
         &self,
         dy: &[f64],

@@ -12,7 +12,7 @@ use crate::{Activation, DType, Device, Result, TensorDesc};
 
 pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Channel-first, channel-last, or anything.
+/// Channels-first, channels-last, or any other order.
 pub(super) fn desc(
     choices: &mut Choices<'_>,
     style: Style,
@@ -134,7 +134,7 @@ impl Gradients {
         })
     }
 
-    /// Views of those that are asked for, in the order of the fields.
+    /// The views of those that are requested, in the order of the fields.
     pub(crate) fn some_views(&mut self, asked: [bool; 4]) -> Result<CausalConv1dGrads<'_>> {
         let [dx, dweight, dbias, dinitial_states] = asked;
         let all = self.views()?;

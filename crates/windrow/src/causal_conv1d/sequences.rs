@@ -97,8 +97,7 @@ impl Boundaries<'_> {
 /// Neighbouring tokens that see the same tokens before them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
-    /// First token; for a search limited by a width, at least that many tokens before the one
-    /// asked for.
+    /// First token; for a search limited by a width, at least that many tokens before the given one.
     pub start: usize,
     /// The index after the last token, or the limit of the search.
     pub end: usize,

@@ -7,33 +7,35 @@ use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
 
 fields! {
-    /// A causal convolution over sequences of tokens:
+    /// The spec of a causal convolution over sequences of tokens. A token is one position of `x`, with its `d`
+    /// channels:
     ///
     /// `y[b,d,t] = act(bias[d] + sum_k weight[d,k] * x[b,d,t-(width-1)+k])`
     ///
-    /// Tokens before a sequence are the sequence's initial state, or zeros. With a weight
-    /// [d_out, d, width] every output channel sees all input channels (`groups = 1`).
+    /// The `width - 1` tokens before a sequence come from its initial state; without one they are zeros. With a weight
+    /// [d_out, d, width] the convolution is dense: every output channel sums over all input channels (`groups = 1`).
     ///
-    /// The logical shape is always [b, d, l]; channel-last data is given by strides.
+    /// The shape of x is always [b, d, l]. For channels-last data, give the strides of that layout.
     ///
     /// # Packed sequences
     ///
-    /// Several sequences in one row are told apart in one of two ways:
+    /// An entry of the batch (a *row*) may hold several sequences, one after the other. They are marked in one of two
+    /// ways:
     ///
-    /// - `seq_idx` [b, l], i32: a token sees the tokens before it that have its own number. A token with
-    ///   a negative number is padding: its output is 0 and nobody sees it; its input and the gradient of its
-    ///   output may be anything, NaN included. Initial states belong to the sequence of the row's first
-    ///   token, final states to that of its last token.
+    /// - `seq_idx` [b, l], i32: the number of each token's sequence. An output depends only on tokens with the same
+    ///   number. A token with a negative number is padding: its output is 0, and no other output depends on it. Its
+    ///   input and the gradient of its output are ignored, even if they are NaN. Initial states belong to the sequence
+    ///   of the row's first token, final states to that of its last token.
     /// - `cu_seqlens` [sequences + 1], i32 or i64, with `b = 1`: sequence `i` is the tokens
-    ///   `cu_seqlens[i]..cu_seqlens[i + 1]`. Each sequence has its own initial and final state. The
-    ///   first entry is 0, the last is l, and none is smaller than the one before.
+    ///   `cu_seqlens[i]..cu_seqlens[i + 1]`. Each sequence has its own initial and final state. The entries must begin
+    ///   with 0, end with l and never decrease.
     ///
     /// # States
     ///
-    /// `initial_states` and `final_states` are [b, d, width-1] ([sequences, d, width-1] with
-    /// `cu_seqlens`) of x's type: the last `width - 1` tokens before and at the end of a sequence, oldest
-    /// first. Where a sequence is shorter than that, its final state begins with the tail of its initial state
-    /// (zeros without one); of a row that ends in padding it is zeros.
+    /// `initial_states` and `final_states` are [b, d, width-1] ([sequences, d, width-1] with `cu_seqlens`) of x's type.
+    /// An initial state holds the last `width - 1` tokens before a sequence, and a final state the last `width - 1`
+    /// tokens of it, oldest first. If a sequence has fewer tokens, its final state begins with the end of its initial
+    /// state, or with zeros if there is none. The final state of a row that ends in padding is zeros.
     ///
     /// ```
     /// use windrow::{Activation, CausalConv1dSpec, DType, TensorDesc};
@@ -44,19 +46,19 @@ fields! {
     /// # Ok::<(), windrow::Error>(())
     /// ```
     ///
-    /// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), whose meaning of
-    /// `seq_idx` and states this follows.
+    /// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>). `seq_idx` and states have the same
+    /// meaning as there.
     #[derive(Clone, Debug, PartialEq, Eq, Hash)]
     CausalConv1dSpec by fn bare {
         /// Input [b, d, l], f32, f16 or bf16; any strides.
         x: TensorDesc,
         /// Filter [d, width], or [d_out, d, width] for a dense convolution; f32 or x's type.
         weight: TensorDesc,
-        /// Output [b, d_out, l] of x's type; strides such that every element has its own memory.
+        /// Output [b, d_out, l] of x's type; any strides with which no two elements share memory.
         y: TensorDesc => with_output,
     }
     default {
-        /// Applied to sum and bias.
+        /// Activation, applied after the bias is added to the sum.
         activation: Activation = Activation::Identity => with_activation,
     }
     optional {
@@ -66,17 +68,16 @@ fields! {
         seq_idx: TensorDesc => with_seq_idx,
         /// Sequence boundaries [sequences + 1], i32 or i64.
         cu_seqlens: TensorDesc => with_cu_seqlens,
-        /// Tokens before each sequence [b or sequences, d, width-1], of x's type.
+        /// Last `width - 1` tokens before each sequence, [b or sequences, d, width-1], of x's type.
         initial_states: TensorDesc => with_initial_states,
-        /// Output: last tokens of each sequence [b or sequences, d, width-1], of x's type.
+        /// Output: last `width - 1` tokens of each sequence, [b or sequences, d, width-1], of x's type.
         final_states: TensorDesc => with_final_states,
     }
 }
 
 impl CausalConv1dSpec {
-    /// A convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], without bias,
-    /// activation, states or packed sequences. `y` is dense: channel-last if x is, else
-    /// channel-first.
+    /// The spec of a convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], without bias,
+    /// activation, states or packed sequences. `y` has no gaps: it is channels-last if x is, otherwise channels-first.
     ///
     /// # Errors
     /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match or the width is
@@ -90,8 +91,8 @@ impl CausalConv1dSpec {
     /// `cu_seqlens`.
     ///
     /// # Errors
-    /// As [`CausalConv1dSpec::new`], since fields can have been changed since, and those of a bad
-    /// `cu_seqlens`.
+    /// As [`CausalConv1dSpec::new`], because the fields are public and may have been changed since, and the errors of
+    /// an invalid `cu_seqlens`.
     pub fn states_shape(&self) -> Result<[usize; 3]> {
         let problem = Problem::new(&self.x, &self.weight)?;
         Ok([self.state_rows(&problem)?, problem.d, problem.history()])
@@ -126,7 +127,7 @@ impl CausalConv1dSpec {
         Ok(entries - 1)
     }
 
-    /// The sizes, after every check that needs no data.
+    /// The sizes, after a check of everything that can be checked without tensor values.
     pub(crate) fn problem(&self) -> Result<Problem> {
         let problem = Problem::new(&self.x, &self.weight)?;
         let rows = self.state_rows(&problem)?;
@@ -154,11 +155,11 @@ impl CausalConv1dSpec {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CausalConv1dAlgorithm {
-    /// Sums over the taps; depthwise only. The planner's choice there.
+    /// Direct sums over the taps, for depthwise weights only. The cost model always chooses it for them.
     Direct,
-    /// A matrix product of the im2col matrix [l, width*d] (transposed and padded on the way) with the
-    /// weight [d_out, width*d], into which a depthwise weight is expanded. Any spec; the only
-    /// choice for a dense one.
+    /// A matrix product of the im2col matrix [l, width*d], which is transposed and padded while it is made, with the
+    /// weight as a matrix [d_out, width*d]. A depthwise weight is expanded to such a matrix. For any spec; the only
+    /// algorithm for a dense weight.
     Im2colGemm,
 }
 

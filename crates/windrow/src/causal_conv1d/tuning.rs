@@ -11,7 +11,7 @@ use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
 impl CausalConv1dConfiguration {
-    /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
+    /// Rejects parameters that the algorithm does not have on the device of the options, or with which it cannot run.
     pub(super) fn check_parameters(&self, options: &PlanOptions) -> Result<()> {
         let task = self.channels.is_some() || self.tokens.is_some();
         let foreign = match options.device == Device::Cpu {

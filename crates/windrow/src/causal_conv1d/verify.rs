@@ -56,8 +56,8 @@ pub(crate) fn run(plan: &CausalConv1dPlan, sample: &mut Sample) -> Result<Vec<Ch
     run_with(&oracle, plan, sample, [true; 4], true)
 }
 
-/// Runs as [`run`], with the wanted gradients in the order of [`CausalConv1dGrads`](super::CausalConv1dGrads), and the
-/// stages if `staged`.
+/// Does the same as [`run`], with the wanted gradients in the order of [`CausalConv1dGrads`](super::CausalConv1dGrads),
+/// and the stages if `staged`.
 pub(crate) fn run_with(
     oracle: &Oracle,
     plan: &CausalConv1dPlan,
@@ -106,7 +106,7 @@ pub(crate) fn run_update(
     run_update_with(&oracle, plan, sample)
 }
 
-/// Runs as [`run_update`], for a sample that `oracle` has seen.
+/// Does the same as [`run_update`], for a sample for which `oracle` has computed the results.
 pub(crate) fn run_update_with(
     oracle: &UpdateOracle,
     plan: &CausalConv1dUpdatePlan,
@@ -143,9 +143,9 @@ const SHAPES: [([usize; 3], usize); 10] = [
 /// Elements of the largest shape that every algorithm computes.
 const LARGEST: usize = 150_000;
 
-/// For these sizes devices run other kernels: many rows with more than a tile each, with and without the
-/// gradient of x, walks over several rows of the batch, long walks of large tensors, also of few channels, more rows than
-/// a grid has blocks, many taps with weights of x's type and of f32.
+/// For these sizes GPUs run other kernels: many rows with more than a tile each, with and without the gradient of x,
+/// walks over several rows of the batch, long walks of large tensors, also of few channels, more rows than a grid has
+/// blocks, many taps with weights of x's type and of f32.
 const LARGE: [([usize; 3], usize, &str); 17] = [
     ([3, 200, 2312], 4, "silu bias"),
     ([3, 200, 2312], 3, "silu bias dx"),
@@ -189,8 +189,8 @@ const DENSE_OPTIONS: [&str; 5] = [
     "relu cu_seqlens states",
 ];
 
-/// The gradients that a case asks for, in the order of [`CausalConv1dGrads`](super::CausalConv1dGrads): each option with
-/// and without that of x.
+/// The gradients that a case requests, in the order of [`CausalConv1dGrads`](super::CausalConv1dGrads): each option
+/// with and without that of x.
 fn asked(option: &str) -> [bool; 4] {
     let dx = !["silu bias", "relu cu_seqlens"].contains(&option);
     [dx, true, true, true]

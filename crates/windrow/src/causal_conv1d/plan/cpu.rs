@@ -16,7 +16,7 @@ use crate::dtype::with_element;
 use crate::plan::{Engine, Setup};
 use crate::{Result, TensorMut, TensorRef, Workspace};
 
-/// The CPU's part of a plan.
+/// The engine on the CPU.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     isa: Isa,
@@ -31,7 +31,7 @@ enum Algorithm {
     Im2colGemm(Im2colGemm),
 }
 
-/// The method for gradients.
+/// The method that computes the gradients.
 #[derive(Clone, Debug)]
 enum Gradient {
     Depthwise(Backward),
@@ -84,7 +84,7 @@ impl Engine<CausalConv1d> for Cpu {
         }
     }
 
-    /// Forward and backward.
+    /// The larger of the workspaces for a forward run and for a backward run.
     fn workspace_bytes(&self) -> usize {
         let forward = match &self.forward {
             Algorithm::Direct(direct) => direct.workspace_bytes(),
@@ -133,7 +133,8 @@ impl Engine<CausalConv1d> for Cpu {
 }
 
 impl Cpu {
-    /// Views and aliasing have been checked.
+    /// Computes the outputs. The caller has checked the views, and that outputs share no memory with inputs or each
+    /// other.
     pub(super) fn run(
         &self,
         plan: &CausalConv1dPlan,
@@ -171,7 +172,8 @@ impl Cpu {
         }
     }
 
-    /// Runs as [`Cpu::run`], for the gradients from those of `y` and of the final states.
+    /// Computes the gradients from `given`, the gradients of `y` and of the final states. The caller has made the same
+    /// checks as for [`Cpu::run`].
     pub(super) fn backward(
         &self,
         plan: &CausalConv1dPlan,
@@ -232,12 +234,13 @@ impl Cpu {
         Inputs { tokens, parameters: Parameters { weight: args.weight, bias: args.bias } }
     }
 
-    /// The division of the tokens into sequences, with index values checked.
+    /// The division of the tokens into sequences. The values of `cu_seqlens` are checked.
     fn sequences<'a>(&self, args: &CausalConv1dArgs<'a>) -> Result<Sequences<'a>> {
         Sequences::new(self.problem.l, args.seq_idx, args.cu_seqlens)
     }
 
-    /// The im2col matrices of all rows and the weight as a matrix, where they are multiplied.
+    /// The im2col matrices of all entries of the batch, and the weight as a matrix. `None` if the algorithm is not
+    /// im2col + GEMM.
     pub(super) fn stages(
         &self,
         plan: &CausalConv1dPlan,

@@ -11,7 +11,7 @@ use crate::causal_conv1d::{
 use crate::plan::{Engine, Setup};
 use crate::{Device, Result, TensorRef, Workspace};
 
-/// The GPU's part of a plan.
+/// The engine on GPUs.
 #[derive(Clone, Debug)]
 pub struct Gpu(Kernels);
 
@@ -19,11 +19,11 @@ pub struct Gpu(Kernels);
 enum Kernels {
     /// The direct method, with its gradients.
     Direct(Box<Direct>),
-    /// The method by matrix products, with the method for its gradients.
+    /// The method im2col + GEMM, with the method for its gradients.
     Im2colGemm(Box<Im2colGemm>, GradientKernels),
 }
 
-/// The method for gradients of a plan by matrix products.
+/// The method that computes the gradients of a plan with im2col + GEMM.
 #[derive(Clone, Debug)]
 enum GradientKernels {
     Depthwise(Box<Direct>),
@@ -110,7 +110,7 @@ impl Engine<CausalConv1d> for Gpu {
 }
 
 impl Gpu {
-    /// Runs as [`Cpu::run`](super::Cpu::run).
+    /// Computes the outputs. The caller has made the same checks as for [`Cpu::run`](super::Cpu::run).
     pub(super) fn run(
         &self,
         _: &CausalConv1dPlan,
@@ -124,7 +124,7 @@ impl Gpu {
         }
     }
 
-    /// Runs as [`Cpu::backward`](super::Cpu::backward).
+    /// Computes the gradients. The caller has made the same checks as for [`Cpu::backward`](super::Cpu::backward).
     pub(super) fn backward(
         &self,
         plan: &CausalConv1dPlan,
@@ -144,7 +144,8 @@ impl Gpu {
         }
     }
 
-    /// The stages as in [`Cpu::stages`](super::Cpu::stages), and their product.
+    /// The im2col matrices, the weight as a matrix, and the product of the two. `None` for other algorithms, and if
+    /// there is nothing to compute.
     pub(super) fn stages(
         &self,
         plan: &CausalConv1dPlan,

@@ -1,4 +1,4 @@
-//! Gradients of causal convolution by its plan.
+//! The gradients of a causal convolution, computed with its plan.
 
 use super::CausalConv1dPlan;
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, comparison};
@@ -6,9 +6,9 @@ use crate::plan::{Type, engine};
 use crate::{Result, TensorRef, Workspace};
 
 impl CausalConv1dPlan {
-    /// Computes gradients for `dy` [b, d_out, l] and, if final states were used, `dfinal_states`
-    /// [b or sequences, d, width-1], both of x's type and with any strides. The pre-activation is
-    /// computed again from `args`; `y` is not needed.
+    /// Computes the gradients in `grads` from `dy` [b, d_out, l], the gradient of y. If the loss depends on the final
+    /// states, give their gradient as `dfinal_states` [b or sequences, d, width-1]. Both have x's type and may have any
+    /// strides. The sums before the activation are computed again from `args`, so `y` is not needed.
     ///
     /// # Errors
     /// As [`CausalConv1dPlan::run`].

@@ -1,4 +1,4 @@
-//! Plans and runs of whole sequences.
+//! Plans for whole sequences, and their runs.
 
 mod cpu;
 mod gpu;
@@ -18,7 +18,7 @@ pub use cpu::Cpu;
 pub use gpu::Gpu;
 pub(super) use only::OnlyMethod;
 
-/// A checked [`CausalConv1dSpec`] on a device, with an algorithm.
+/// A [`CausalConv1dSpec`] that was checked and bound to a device and an algorithm.
 ///
 /// ```
 /// use windrow::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec};
@@ -39,7 +39,7 @@ pub(super) use only::OnlyMethod;
 /// ```
 pub type CausalConv1dPlan = Plan<CausalConv1d>;
 
-/// The operator.
+/// The operator causal conv1d, as a type parameter of [`Plan`].
 #[derive(Clone, Copy, Debug)]
 pub struct CausalConv1d;
 
@@ -73,7 +73,8 @@ fn algorithms(problem: &Problem) -> Vec<CausalConv1dAlgorithm> {
     }
 }
 
-/// Bytes: the im2col matrix is written and read besides.
+/// The expected cost in relative units of memory traffic. With im2col, the matrix is written and read in addition to
+/// the tensors.
 fn cost(problem: &Problem, configuration: &CausalConv1dConfiguration) -> f64 {
     match configuration.algorithm {
         CausalConv1dAlgorithm::Direct => 1.0,
@@ -82,16 +83,22 @@ fn cost(problem: &Problem, configuration: &CausalConv1dConfiguration) -> f64 {
 }
 
 impl CausalConv1dPlan {
-    /// Computes the outputs. They share no memory with inputs or each other.
+    /// Computes the outputs. They must not share memory with inputs or with each other.
     ///
     /// # Errors
-    /// Of a view that is not as planned [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape),
-    /// [`Error::DType`](crate::Error::DType) or [`Error::Strides`](crate::Error::Strides);
-    /// [`Error::Parameter`](crate::Error::Parameter) if an optional one is missing or too many or the workspace is too
-    /// small, [`Error::Aliasing`](crate::Error::Aliasing), [`Error::WrongDevice`](crate::Error::WrongDevice),
-    /// [`Error::Index`](crate::Error::Index) for bad `cu_seqlens`, on CUDA for those of an earlier run on the device: all
-    /// before anything is written. With [`Verify::On`](crate::Verify::On)
-    /// [`Error::Verification`](crate::Error::Verification).
+    /// These are returned before anything is written:
+    ///
+    /// - [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) or
+    ///   [`Error::Strides`](crate::Error::Strides) if a view does not agree with the spec;
+    /// - [`Error::Parameter`](crate::Error::Parameter) if the spec has an optional tensor and the arguments do not, or
+    ///   the reverse;
+    /// - [`Error::Aliasing`](crate::Error::Aliasing), [`Error::WrongDevice`](crate::Error::WrongDevice),
+    ///   [`Error::WorkspaceTooSmall`](crate::Error::WorkspaceTooSmall);
+    /// - [`Error::Index`](crate::Error::Index) for invalid `cu_seqlens`. On a GPU the kernels check the values, so the
+    ///   error is about an earlier run on the same GPU.
+    ///
+    /// Later errors are [`Error::Backend`](crate::Error::Backend) on a GPU, and
+    /// [`Error::Verification`](crate::Error::Verification) with [`Verify::On`](crate::Verify::On).
     pub fn run(
         &self,
         args: &CausalConv1dArgs<'_>,
@@ -112,9 +119,10 @@ impl CausalConv1dPlan {
         )
     }
 
-    /// The operands of the product that
-    /// [`CausalConv1dAlgorithm::Im2colGemm`](super::CausalConv1dAlgorithm::Im2colGemm) forms: the im2col
-    /// matrices of all rows, and the weight as a matrix. On a device none where there is no row.
+    /// The two operands of the matrix product of
+    /// [`CausalConv1dAlgorithm::Im2colGemm`](super::CausalConv1dAlgorithm::Im2colGemm): the im2col matrices of all
+    /// entries of the batch, and the weight as a matrix. `None` for other algorithms, and on a GPU also if there is
+    /// nothing to compute.
     pub(crate) fn stages(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Stages>> {
         match &self.backend {
             Backend::Cpu(cpu) => cpu.stages(self, args),
@@ -124,7 +132,8 @@ impl CausalConv1dPlan {
         }
     }
 
-    /// The product of those stages, [b, l, d_out], where it is kept whole.
+    /// The product of these two operands, [b, l, d_out]. `None` on the CPU, which does not store the whole product, and
+    /// for other algorithms.
     pub(crate) fn product(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Vec<f32>>> {
         match &self.backend {
             Backend::Cpu(_) => Ok(None),
@@ -132,14 +141,14 @@ impl CausalConv1dPlan {
         }
     }
 
-    /// The same computation in f64.
+    /// The f64 oracle of this plan for these arguments.
     pub(crate) fn reference(&self, args: &CausalConv1dArgs<'_>) -> Result<Reference> {
         Reference::new(self.problem, self.spec.activation, args)
     }
 }
 
-/// Causal convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], and `bias`
-/// `[d_out]`, on the CPU; see [`CausalConv1dSpec`].
+/// The causal convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], and `bias` `[d_out]`,
+/// computed on the CPU in one call; see [`CausalConv1dSpec`].
 ///
 /// # Errors
 /// As [`CausalConv1dPlan::new`] and [`CausalConv1dPlan::run`], and [`Error::OutOfMemory`](crate::Error::OutOfMemory).

@@ -1,22 +1,23 @@
-//! Operators that one method computes on each kind of device.
+//! Support for operators with exactly one method on each kind of device.
 
 use crate::causal_conv1d::{CausalConv1dAlgorithm, CausalConv1dConfiguration};
 use crate::plan::{Engine, Operator, Plan, Setup};
 use crate::{Error, Result};
 
-/// The only method of an operator on one kind of device: [`CausalConv1dAlgorithm::Direct`], without parameters.
+/// The interface of a method that is the only one of an operator on its kind of device. Its algorithm is
+/// [`CausalConv1dAlgorithm::Direct`], without parameters.
 pub trait OnlyMethod<O: Operator>: Sized {
-    /// The kind of place, as [`Engine::Place`].
+    /// The type of [`Engine::Place`]: an instruction set of the CPU, or a GPU.
     type Place: Copy;
 
     fn new(setup: &Setup<'_, O, Self::Place>) -> Result<Self>;
 
-    /// Scratch memory of its runs.
+    /// Bytes of workspace for a run.
     fn workspace_bytes(&self) -> usize {
         0
     }
 
-    /// The facts that follow from the spec: place, blocking, threads.
+    /// A description of the prepared run for [`Plan::explain`]: instruction set or GPU, block sizes, threads.
     fn explain(&self, plan: &Plan<O>) -> String;
 }
 

@@ -1,4 +1,4 @@
-//! The tensors of a call, by name.
+//! The inputs and outputs of a call.
 
 use crate::forms::fields;
 use crate::{TensorMut, TensorRef};
@@ -47,7 +47,7 @@ fields! {
     CausalConv1dServingOutputs<'a> by pub fn new {
         /// [pool, d, state_len], read too.
         conv_states: TensorMut<'a>,
-        /// [b, d, l] or [1, d, tokens]; may be exactly x, but not with a tree.
+        /// [b, d, l] or [1, d, tokens]. It may be the same tensor as x (same address and layout), except with a tree.
         y: TensorMut<'a>,
     }
     optional {

@@ -1,4 +1,4 @@
-//! Serving: new tokens of many sequences, and a pool of states that carry what they have seen.
+//! Serving: new tokens of many sequences, and a pool of states that hold the tokens before them.
 
 mod args;
 mod comparison;

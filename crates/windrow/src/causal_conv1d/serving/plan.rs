@@ -1,4 +1,4 @@
-//! Plans and runs of serving.
+//! Plans for serving, and their runs.
 
 use super::comparison::Oracle;
 use super::cpu::{Operands, Walk, Windows};
@@ -16,7 +16,7 @@ use crate::plan::{Backend, Operator, Plan, Setup, inputs};
 use crate::{DType, Device, Result, TensorMut, Workspace};
 use std::mem::MaybeUninit;
 
-/// A checked [`CausalConv1dServingSpec`] on a device.
+/// A [`CausalConv1dServingSpec`] that was checked and bound to a device.
 ///
 /// ```
 /// use windrow::{CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan};
@@ -43,7 +43,7 @@ use std::mem::MaybeUninit;
 /// ```
 pub type CausalConv1dServingPlan = Plan<CausalConv1dServing>;
 
-/// The operator.
+/// The operator of a serving call, as a type parameter of [`Plan`].
 #[derive(Clone, Copy, Debug)]
 pub struct CausalConv1dServing;
 
@@ -62,7 +62,7 @@ impl Operator for CausalConv1dServing {
     }
 }
 
-/// The CPU's part of a plan.
+/// The engine on the CPU.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     isa: Isa,
@@ -80,7 +80,7 @@ impl OnlyMethod<CausalConv1dServing> for Cpu {
     fn new(setup: &Setup<'_, CausalConv1dServing, Isa>) -> Result<Self> {
         let &Setup { spec, problem: sizes, place, .. } = setup;
         let walk = Walk::new(*sizes, spec.activation, spec.x.dtype.size(), setup.threads())?;
-        // Where there is nothing to compute, sizes can be larger than any memory.
+        // If there is nothing to compute, sizes can be larger than any memory.
         let [sequences, pool, slots, tokens] = match sizes.problem.is_empty() {
             true => [0; 4],
             false => [sizes.sequences, sizes.pool, sizes.slots, sizes.problem.b * sizes.problem.l],
@@ -104,7 +104,8 @@ impl OnlyMethod<CausalConv1dServing> for Cpu {
 }
 
 impl Cpu {
-    /// Views and aliasing have been checked.
+    /// Computes the outputs. The caller has checked the views, and that outputs share no memory with inputs or each
+    /// other.
     fn run(
         &self,
         plan: &CausalConv1dServingPlan,
@@ -196,13 +197,14 @@ impl OnlyMethod<CausalConv1dServing> for gpu::Serving {
 }
 
 impl CausalConv1dServingPlan {
-    /// Computes `y` and walks the states on, in copies bit for bit. `y` may be exactly `x` (same address and layout) where
-    /// there is no tree; else what is written shares no memory with inputs or each other.
+    /// Computes `y` and moves the states on; the tokens in them are exact copies. Without a tree, `y` may be the same
+    /// tensor as `x` (same address and layout). Otherwise outputs must not share memory with inputs or with each other.
     ///
     /// # Errors
-    /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run); [`Error::Index`](crate::Error::Index) for an index that
-    /// [`CausalConv1dServingSpec`] rules out: all before anything is written. On a GPU it is said of an earlier run's:
-    /// there a sequence with a wrong index counts as padding, and a state or slot that two sequences use is not noticed.
+    /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run). [`Error::Index`](crate::Error::Index) is returned
+    /// for an index that [`CausalConv1dServingSpec`] forbids, before anything is written. On a GPU it is about an
+    /// earlier run on the same GPU. There a sequence with a wrong index counts as padding, and a state or slot that two
+    /// sequences use is not noticed.
     pub fn run(
         &self,
         args: &CausalConv1dServingArgs<'_>,

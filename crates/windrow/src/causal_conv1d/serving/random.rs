@@ -9,7 +9,7 @@ use crate::verification::data::{Held, Numbers, Style, options};
 use crate::verification::random::Trial;
 use crate::{Activation, DType, Device, Result, TensorDesc};
 
-/// Most products that the oracle sums up, usually and now and then.
+/// The largest numbers of products that the oracle sums. The second limit is used rarely.
 const PRODUCTS: [usize; 2] = [20_000, 200_000];
 
 fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dServingSpec> {

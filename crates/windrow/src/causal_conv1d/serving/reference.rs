@@ -41,14 +41,14 @@ pub(crate) struct ServingReference {
     window_len: usize,
 }
 
-/// The tensors that a call writes beside y, row-major: as before it, then as after it.
+/// The tensors that a call writes in addition to y, row-major: as before it, then as after it.
 #[derive(Clone, Debug)]
 pub(crate) struct Memory {
     /// [pool, d, state_len]
     pub conv_states: Vec<f64>,
-    /// [slots, steps, d, columns]; empty where there are none.
+    /// [slots, steps, d, columns]; empty if there are none.
     pub windows: Vec<f64>,
-    /// [sequences, columns]; empty where there are none.
+    /// [sequences, columns]; empty if there are none.
     pub parents: Vec<f64>,
 }
 
@@ -165,7 +165,7 @@ impl ServingReference {
             for d in 0..p.d {
                 let column =
                     |state: usize, column: usize| (state * p.d + d) * self.state_len + column;
-                // The window, and the new tokens behind it.
+                // The window, and the new tokens after it.
                 let accepted = entry(&self.num_accepted_tokens, i);
                 let first = accepted.unwrap_or(1) as usize - 1;
                 tokens.clear();

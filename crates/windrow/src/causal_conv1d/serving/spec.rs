@@ -7,9 +7,9 @@ use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
 
 fields! {
-    /// A call of an engine that serves models: new tokens of many sequences with states in a pool. A sequence may have
-    /// a whole prompt, a part of one, one token, or some draft tokens. Its state holds the window of inputs before
-    /// these tokens, and the call advances the state.
+    /// The spec of a call from a program that serves models: new tokens of many sequences with states in a pool. A
+    /// sequence may have a whole prompt, a part of one, one token, or a few draft tokens. Its state holds the window of
+    /// inputs before these tokens, and the call moves the state on.
     ///
     /// Each index tensor is i32 or i64. For sequence `i` with `n` new tokens:
     ///
@@ -32,10 +32,10 @@ fields! {
     ///   Let `e` be the last multiple of `block_size` before `tokens_before[i] + n`. For `m` in
     ///   `1..=last_block[i] - first_block[i]`, column `last_block[i] - m` takes the last `width - 1` tokens up to token
     ///   number `e - (m - 1) * block_size`. Block ends up to `tokens_before[i]` are left out.
-    /// - **Intermediate windows**: `intermediate_windows[s, t]`, with `s = intermediate_indices[i]` or else `s = i`,
-    ///   takes the window after token `t` in columns `0..width-1`: token `t` and the `width - 2` tokens before it,
-    ///   oldest first. `n` is at most the number of steps. No two sequences share a slot, and padding has none. Other
-    ///   windows and columns do not change.
+    /// - **Intermediate windows**: `intermediate_windows[s, t]`, with `s = intermediate_indices[i]` or, without
+    ///   indices, `s = i`, takes the window after token `t` in columns `0..width-1`: token `t` and the `width - 2`
+    ///   tokens before it, oldest first. `n` is at most the number of steps. No two sequences share a slot, and padding
+    ///   has none. Other windows and columns do not change.
     /// - **Trees**: with `next_token` and `next_sibling` the tokens are a tree of drafts whose root is token 0.
     ///   `next_token[i, t]` is the first child of token `t`, and `next_sibling[i, t]` the next child of `t`'s parent;
     ///   -1 means none. Both are later tokens than `t`. If several tokens name the same one, the last of them counts.
@@ -56,11 +56,11 @@ fields! {
         conv_states: TensorDesc,
         /// Filter [d, width], f32 or x's type.
         weight: TensorDesc,
-        /// Output of x's shape and type; strides such that every element has its own memory.
+        /// Output of x's shape and type; any strides with which no two elements share memory.
         y: TensorDesc => with_output,
     }
     default {
-        /// The activation after the bias.
+        /// Activation, applied after the bias is added to the sum.
         activation: Activation = Activation::Identity => with_activation,
         /// The number of tokens of a block; with `first_block`.
         block_size: usize = 0 => with_block_size,
@@ -72,7 +72,7 @@ fields! {
         query_start_loc: TensorDesc => with_query_start_loc,
         /// State of each sequence `[sequences]`, or of each of its blocks [sequences, blocks].
         conv_state_indices: TensorDesc => with_conv_state_indices,
-        /// An index that is null, beside the negative ones.
+        /// An index that is null, in addition to negative ones.
         null_index: i64 => with_null_index,
         /// A flag for each sequence that says if its state is used: `[sequences]`, u8.
         has_initial_state: TensorDesc => with_has_initial_state,
@@ -123,8 +123,9 @@ pub struct Sizes {
 }
 
 impl CausalConv1dServingSpec {
-    /// Tokens `x` [b, d, l] that follow `conv_states` [pool, d, state_len], with `weight` [d, width], without any
-    /// option: sequence `i` is row `i` and has state `i`. `y` is dense: channel-last if x is, else channel-first.
+    /// The spec of a call with tokens `x` [b, d, l] that follow `conv_states` [pool, d, state_len], with `weight` [d,
+    /// width] and without options: sequence `i` is row `i` and has state `i`. `y` has no gaps: it is channels-last if x
+    /// is, otherwise channels-first.
     ///
     /// # Errors
     /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match, the width is 0 or states are too
@@ -194,7 +195,7 @@ impl CausalConv1dServingSpec {
         }
     }
 
-    /// Every check that needs no data, and the sizes.
+    /// The sizes, after a check of everything that can be checked without tensor values.
     pub(crate) fn sizes(&self) -> Result<Sizes> {
         let problem = Problem::depthwise(&self.x, &self.weight)?;
         self.check_states(&problem)?;

@@ -95,7 +95,7 @@ impl Call {
 
 #[test]
 fn a_padded_batch_of_prompts() {
-    // Three prompts, of which the second has no state yet and the third is padding; one token of nobody.
+    // Three prompts, of which the second has no state yet and the third is padding; one token of no sequence.
     let mut call = Call::new(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [4, 2], 3);
     call.spec = call.spec.with_conv_state_indices(index(&[3])).with_null_index(0);
     call.spec = call.spec.with_has_initial_state(desc(DType::U8, &[3]));

@@ -77,7 +77,7 @@ impl IndexValues {
             end += match choices.below(8) {
                 7 => 0,
                 6 => left.min(1),
-                // Mostly all tokens belong to somebody.
+                // Mostly all tokens belong to a sequence.
                 _ if i + 1 == n && !choices.one_in(4) => left,
                 _ => choices.within(0..=left.min(2 * l / n)),
             };

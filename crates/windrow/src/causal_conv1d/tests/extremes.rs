@@ -19,7 +19,7 @@ fn threads_without_work_have_no_scratch_memory() {
     }
 }
 
-/// Entries that are changed behind the back of those who look at them.
+/// Entries that change while a run reads them.
 struct Changing(Vec<i32>);
 
 impl Changing {
@@ -85,7 +85,7 @@ fn stays_inside(of: &Sequences<'_>, (b, l): (usize, usize), history: usize, stat
     }
 }
 
-/// A row whose state is none any more counts as padding.
+/// A row whose index no longer names a state counts as padding.
 #[test]
 fn states_that_are_chosen_anew_stay_in_range() {
     let (b, d, pool, width) = (2, 5, 3, 4);

@@ -1,4 +1,4 @@
-//! The tensors of an update, by name.
+//! The inputs of an update.
 
 use crate::TensorRef;
 use crate::forms::fields;

@@ -14,7 +14,7 @@ const TILE: usize = 16;
 
 /// Channels that a step of one token takes at once.
 const STEP: usize = 256;
-/// Most slots of a state that a step of one token handles channel by channel.
+/// The largest number of slots of a state that a step of one token handles channel by channel.
 const SLOTS: usize = 4;
 
 /// The division of an update into tasks.
@@ -81,8 +81,8 @@ impl Update {
     }
 
     /// # Safety
-    /// Operands have the problem's sizes and checked indices; y and the states are memory that nobody
-    /// else touches; `scratch` holds [`Update::workspace_bytes`] bytes, aligned to 64.
+    /// Operands have the problem's sizes and checked indices. Nothing else accesses y and the states. `scratch` holds
+    /// [`Update::workspace_bytes`] bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,
         isa: Isa,
@@ -103,7 +103,7 @@ impl Update {
     }
 }
 
-/// The batch entries of some channels. Only [`Update::run`] makes a task, and it answers for the pointers.
+/// The batch entries of some channels. Only [`Update::run`] makes a task, and guarantees that the pointers are valid.
 struct Task<'a, T> {
     plan: &'a Update,
     operands: &'a Operands<'a, T>,

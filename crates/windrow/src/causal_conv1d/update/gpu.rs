@@ -41,7 +41,7 @@ params! {
     }
 }
 
-/// A decoding plan on a device, with its kernels compiled and loaded.
+/// A decoding plan on a GPU, with its kernels compiled and loaded.
 #[derive(Clone, Debug)]
 pub struct Update {
     any: &'static Kernel,
@@ -74,7 +74,7 @@ impl Step {
             && x[1] == 1
             && y[1] == 1
             && (dense || along_channels);
-        // 8 bytes of x: more channels a thread leave too few threads for a step.
+        // 8 bytes of x: more channels per thread leave too few threads for a step.
         let vector = 8 / spec.x.dtype.size();
         let between = [x[0], y[0], state[0], if along_channels { state[2] } else { 0 }];
         let fits = spec.x.shape()[1].is_multiple_of(vector)
@@ -146,8 +146,9 @@ impl Update {
         format!("{channels} channels a thread, blocks of {THREADS}")
     }
 
-    /// Views have been checked. Index values cannot be without waiting for the device: one of no
-    /// state counts as padding and is reported later, and of two entries with one state either may come last.
+    /// Computes `y` and the new states. The caller has checked the views. Index values cannot be checked without
+    /// waiting for the GPU: an index without a state counts as padding, and is reported later. If two entries have the
+    /// same state, either may be written last.
     pub(in crate::causal_conv1d) fn run(
         &self,
         args: &CausalConv1dUpdateArgs<'_>,

@@ -1,4 +1,4 @@
-//! Decoding: new tokens one or a few at a time, and states that carry what they see.
+//! Decoding: one or a few new tokens at a time, and states that hold the tokens before them.
 
 mod args;
 mod cpu;

@@ -1,4 +1,4 @@
-//! Plans and runs of a step of decoding.
+//! Plans for decoding steps, and their runs.
 
 use super::cpu::{Operands, Update};
 use super::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, gpu};
@@ -16,7 +16,7 @@ use crate::{
     Activation, Device, Error, PlanOptions, Result, Tensor, TensorMut, TensorRef, Workspace,
 };
 
-/// A checked [`CausalConv1dUpdateSpec`] on a device.
+/// A [`CausalConv1dUpdateSpec`] that was checked and bound to a device.
 ///
 /// ```
 /// use windrow::{CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec};
@@ -37,7 +37,7 @@ use crate::{
 /// ```
 pub type CausalConv1dUpdatePlan = Plan<CausalConv1dUpdate>;
 
-/// The operator.
+/// The operator of a decoding step, as a type parameter of [`Plan`].
 #[derive(Clone, Copy, Debug)]
 pub struct CausalConv1dUpdate;
 
@@ -56,12 +56,12 @@ impl Operator for CausalConv1dUpdate {
     }
 }
 
-/// The CPU's part of a plan.
+/// The engine on the CPU.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     isa: Isa,
     update: Update,
-    /// A bit for each state of a pool, to find indices that are there twice.
+    /// A bit for each state of a pool, to find indices that occur twice.
     seen_bytes: usize,
 }
 
@@ -88,7 +88,8 @@ impl OnlyMethod<CausalConv1dUpdate> for Cpu {
 }
 
 impl Cpu {
-    /// Views and aliasing have been checked.
+    /// Computes `y` and the new states. The caller has checked the views, and that outputs share no memory with inputs
+    /// or each other.
     fn run(
         &self,
         plan: &CausalConv1dUpdatePlan,
@@ -168,13 +169,13 @@ impl OnlyMethod<CausalConv1dUpdate> for gpu::Update {
 }
 
 impl CausalConv1dUpdatePlan {
-    /// Computes `y` and advances the states, in copies bit for bit. `y` and `conv_state` share no
-    /// memory with inputs or each other.
+    /// Computes `y` and moves the states on; the tokens in them are exact copies. `y` and `conv_state` must not share
+    /// memory with inputs or with each other.
     ///
     /// # Errors
-    /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run); [`Error::Index`] for a negative
-    /// `cache_seqlens`, and for an index of no state or of the state of another entry: all before
-    /// anything is written. On CUDA it is said of an earlier run's, and the state of another entry is not noticed.
+    /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run). [`Error::Index`] is returned for a negative value of
+    /// `cache_seqlens`, for an index without a state, and for an index that another entry has too, before anything is
+    /// written. On a GPU it is about an earlier run on the same GPU, and an index that two entries have is not noticed.
     pub fn run(
         &self,
         args: &CausalConv1dUpdateArgs<'_>,
@@ -197,7 +198,7 @@ impl CausalConv1dUpdatePlan {
         )
     }
 
-    /// The same computation in f64.
+    /// The f64 oracle of this plan for these arguments.
     pub(crate) fn oracle(
         &self,
         args: &CausalConv1dUpdateArgs<'_>,
@@ -217,8 +218,8 @@ impl CausalConv1dUpdatePlan {
     }
 }
 
-/// One step of decoding on the CPU: `x` [b, d, l] follows `conv_state` [b, d, state_len], which is
-/// advanced; see [`CausalConv1dUpdateSpec`].
+/// The result of one decoding step, computed on the CPU in one call. `x` [b, d, l] follows `conv_state` [b, d,
+/// state_len], which is moved on; see [`CausalConv1dUpdateSpec`].
 ///
 /// # Errors
 /// As [`CausalConv1dUpdatePlan::new`] and [`CausalConv1dUpdatePlan::run`], and

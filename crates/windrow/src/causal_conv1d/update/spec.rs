@@ -7,15 +7,15 @@ use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, Error, Result, TensorDesc};
 
 fields! {
-    /// A decoding step: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
+    /// The spec of a decoding step. It computes `y` for new tokens `x` that follow the tokens in `conv_state`, and
+    /// moves these on.
     ///
-    /// A state holds the last `state_len >= width - 1` tokens of a sequence, oldest first; a step moves it
-    /// by l tokens. With `cache_seqlens` it is a ring buffer instead: token number `n` of the sequence is in
-    /// slot `n % state_len`, and `cache_seqlens[i]` says how many tokens came before.
+    /// A state holds the last `state_len >= width - 1` tokens of a sequence, oldest first. A step moves it on by l
+    /// tokens. With `cache_seqlens` it is a ring buffer instead: token number `n` of the sequence is in slot `n %
+    /// state_len`, and `cache_seqlens[i]` is the number of tokens before this step.
     ///
-    /// With `conv_state_indices`, entry `i` of the batch uses state `conv_state_indices[i]` of a
-    /// larger pool. A negative index is padding: its `y` is 0 and no state is touched. No two entries
-    /// may use the same state.
+    /// With `conv_state_indices`, entry `i` of the batch uses state `conv_state_indices[i]` of a larger pool. An entry
+    /// with a negative index is padding: its `y` is 0 and no state changes. No two entries may use the same state.
     ///
     /// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), `causal_conv1d_update`.
     #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -27,27 +27,27 @@ fields! {
         conv_state: TensorDesc,
         /// Filter [d, width], f32 or x's type.
         weight: TensorDesc,
-        /// Output [b, d, l] of x's type; strides such that every element has its own memory.
+        /// Output [b, d, l] of x's type; any strides with which no two elements share memory.
         y: TensorDesc => with_output,
     }
     default {
-        /// Applied to sum and bias.
+        /// Activation, applied after the bias is added to the sum.
         activation: Activation = Activation::Identity => with_activation,
     }
     optional {
         /// Bias `[d]`, f32 or x's type.
         bias: TensorDesc => with_bias,
-        /// Tokens before, `[b]`, i32 or i64.
+        /// Number of tokens of each sequence before this step, `[b]`, i32 or i64.
         cache_seqlens: TensorDesc => with_cache_seqlens,
-        /// State of each entry, `[b]`, i32 or i64.
+        /// Index of each entry's state, `[b]`, i32 or i64.
         conv_state_indices: TensorDesc => with_conv_state_indices,
     }
 }
 
 impl CausalConv1dUpdateSpec {
-    /// A step of `x` [b, d, l] with `conv_state` [b or pool, d, state_len] and `weight` [d, width],
-    /// without bias, activation, ring buffer or indices. `y` is dense: channel-last if x is, else
-    /// channel-first.
+    /// The spec of a step of `x` [b, d, l] with `conv_state` [b or pool, d, state_len] and `weight` [d, width], without
+    /// bias, activation, ring buffer or indices. `y` has no gaps: it is channels-last if x is, otherwise
+    /// channels-first.
     ///
     /// # Errors
     /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match, the width is 0 or the
@@ -74,7 +74,7 @@ impl CausalConv1dUpdateSpec {
         check_unique("conv_state", &self.conv_state.layout)
     }
 
-    /// The sizes, after every check that needs no data.
+    /// The sizes, after a check of everything that can be checked without tensor values.
     pub(in crate::causal_conv1d) fn problem(&self) -> Result<Problem> {
         let problem = Problem::depthwise(&self.x, &self.weight)?;
         self.check_state(&problem)?;

@@ -1,6 +1,6 @@
-// Decoding: y for new positions, from the inputs kept in conv_state, which takes the new ones.
-// One thread a channel of a sequence. A block's rows of conv_state lie together in memory, so that
-// its scattered accesses meet in the same cache lines.
+// Decoding: y for new positions, from the inputs kept in conv_state, which takes the new ones. One thread per channel
+// of a sequence. A block's rows of conv_state lie together in memory, so that its scattered accesses are in the same
+// cache lines.
 //
 #include "update.cuh"
 
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
             y[t * p.y_stride[2]] = T::from_float(activate<ACT, true>(sum));
         }
 
-        // The state takes the last new inputs: a ring in their slots, else it moves up.
+        // The state takes the last new inputs: a ring buffer in their slots; otherwise it moves up.
         i64 kept = p.length < p.state_length ? p.length : p.state_length;
         if (ring) {
             i64 k = c.head + (p.length - kept);

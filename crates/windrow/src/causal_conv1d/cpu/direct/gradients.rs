@@ -1,8 +1,8 @@
 //! Gradients of the depthwise convolution.
 //!
-//! Everything passes through channel-last tiles. The pre-activation is computed again from x. Sums
-//! over tokens are formed for pieces of fixed length, which are added up in order at the end, so
-//! that the result does not depend on threads.
+//! Everything passes through channels-last tiles. The sum before the activation is computed again from x. Sums over
+//! tokens are formed for pieces of fixed length, which are added in order at the end. So the result does not depend on
+//! the number of threads.
 
 use super::super::shared::operand::Staged;
 use super::super::shared::{GROUP, Gradients, Inputs, Operand, Parameters, Tile, Tokens, write};
@@ -63,9 +63,8 @@ impl Backward {
     }
 
     /// # Safety
-    /// Operands have the problem's sizes, `dweight` [d, width] and `dbias` [d] are f32 or T; outputs are
-    /// memory that nobody else touches; `scratch` holds [`Backward::workspace_bytes`] bytes,
-    /// aligned to 64.
+    /// Operands have the problem's sizes, `dweight` [d, width] and `dbias` [d] are f32 or T. Nothing else accesses the
+    /// outputs. `scratch` holds [`Backward::workspace_bytes`] bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,
         isa: Isa,
@@ -154,8 +153,8 @@ impl Backward {
     }
 }
 
-/// Gradients at some positions of one row and group of channels. Made by [`Backward::run`] only, which
-/// answers for its pointers.
+/// The gradients at some positions of one row and group of channels. Only [`Backward::run`] makes it, and guarantees
+/// that its pointers are valid.
 struct Task<'a, T> {
     plan: &'a Backward,
     inputs: &'a Inputs<'a, T>,

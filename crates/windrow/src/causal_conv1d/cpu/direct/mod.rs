@@ -46,8 +46,8 @@ pub(crate) struct Forward {
 }
 
 impl Forward {
-    /// The division for `x` and `y` with these strides of [b, d, l] and `element` bytes an element. `task` has the
-    /// channels and tokens of a task; a model chooses those that are `None`.
+    /// The division for `x` and `y` with these strides of [b, d, l] and `element` bytes per element. `task` has the
+    /// channels and tokens of a parallel task; the cost model chooses those that are `None`.
     pub(crate) fn new(
         problem: Problem,
         activation: Activation,
@@ -121,7 +121,7 @@ impl Forward {
     /// Computes all of `y`.
     ///
     /// # Safety
-    /// Operands must have the problem's sizes and the strides given to [`Forward::new`]. Nobody else may touch the
+    /// Operands must have the problem's sizes and the strides given to [`Forward::new`]. Nothing else may access the
     /// memory of `y`. `scratch` must hold [`Forward::workspace_bytes`] bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,

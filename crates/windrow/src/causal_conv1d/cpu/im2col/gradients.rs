@@ -6,8 +6,8 @@
 //! `q - (width-1) + k` and to no other, so a position's gradient is the sum of its blocks, gathered
 //! rather than scattered.
 //!
-//! Sums over tokens are those of blocks of fixed length, added up in order in f64: the result does
-//! not depend on threads.
+//! Sums over tokens are those of blocks of fixed length, added in order in f64. So the result does not depend on the
+//! number of threads.
 
 use super::super::shared::{Gradients, Inputs, Operand, write};
 use super::{Im2colGemm, ROWS, store_channels};
@@ -19,11 +19,11 @@ use crate::cpu::{Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parall
 use crate::{Activation, Error, Result, TensorMut};
 use std::ops::Range;
 
-/// Fewest and most tokens of a block, unless the width asks for more: fewer cost more additions to the
-/// weight's gradient, more have larger errors.
+/// The smallest and the largest number of tokens of a block, unless the width needs more. Fewer tokens cost more
+/// additions to the weight's gradient, more tokens have larger errors.
 const TOKENS: Range<usize> = 256..4096;
 
-/// Most tokens that a product sums up.
+/// The largest number of tokens that a product sums.
 pub(crate) fn most_tokens(width: usize) -> usize {
     TOKENS.end.max(width)
 }
@@ -81,9 +81,8 @@ impl DenseBackward {
     }
 
     /// # Safety
-    /// Operands have the problem's sizes, `dweight` [d_out, d, width] and `dbias` `[d_out]` are f32 or T;
-    /// outputs are memory that nobody else touches; `scratch` holds
-    /// [`DenseBackward::workspace_bytes`] bytes, aligned to 64.
+    /// Operands have the problem's sizes, `dweight` [d_out, d, width] and `dbias` `[d_out]` are f32 or T. Nothing else
+    /// accesses the outputs. `scratch` holds [`DenseBackward::workspace_bytes`] bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,
         inputs: &Inputs<'_, T>,
@@ -159,8 +158,8 @@ impl DenseBackward {
     }
 }
 
-/// The matrices of one block of tokens. Made by [`DenseBackward::run`] only, which answers for its
-/// pointers.
+/// The matrices of one block of tokens. Only [`DenseBackward::run`] makes them, and guarantees that its pointers are
+/// valid.
 struct Blocks<'a, T> {
     plan: &'a DenseBackward,
     inputs: &'a Inputs<'a, T>,

@@ -13,7 +13,7 @@ use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, p
 use crate::{Activation, Error, Result, TensorRef};
 use std::ops::Range;
 
-/// Most elements of the im2col matrix at a time, unless one token has more: 4 MiB.
+/// The largest number of elements of the im2col matrix at a time, unless one token has more: 4 MiB.
 pub(super) const BLOCK: usize = 1 << 20;
 /// Tokens of a task outside the product.
 pub(super) const ROWS: usize = 16;
@@ -82,8 +82,8 @@ impl Im2colGemm {
     /// Computes all of `y`.
     ///
     /// # Safety
-    /// Operands have the problem's sizes; `y` is memory that nobody else touches; `scratch` holds
-    /// [`Im2colGemm::workspace_bytes`] bytes, aligned to 64.
+    /// Operands have the problem's sizes. Nothing else accesses `y`. `scratch` holds [`Im2colGemm::workspace_bytes`]
+    /// bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,
         inputs: &Inputs<'_, T>,
@@ -232,7 +232,7 @@ struct Strided<'a> {
     strides: [isize; 2],
 }
 
-/// Copies elements as f32. Whoever makes it answers for the pointers.
+/// A copy of elements as f32. The code that makes it guarantees that the pointers are valid.
 struct CopyRow<'a> {
     from: Strided<'a>,
     to: *mut f32,

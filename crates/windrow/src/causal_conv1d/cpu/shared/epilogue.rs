@@ -38,8 +38,8 @@ pub(crate) fn silu<S: Simd, T: SimdElement>(s: S, x: S::F32) -> S::F32 {
     s.mul(x, s.mul_add(recip, error, recip))
 }
 
-/// Largest error of [`epilogue`] for SiLU and the half types, relative to the result: the reciprocal's
-/// and the polynomial's.
+/// The largest error of [`epilogue`] for SiLU, f16 and bf16, relative to the result: the reciprocal's and the
+/// polynomial's.
 pub(crate) const HALF_ERROR: f64 = 6.2e-5 + 2.6e-6;
 
 /// Coefficients of `2^r` for `|r| <= 1/2`, lowest first: minimax, relative error 7.5e-8 and 2.6e-6.

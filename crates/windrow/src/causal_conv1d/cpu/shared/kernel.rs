@@ -28,8 +28,8 @@ impl Sum {
     }
 }
 
-/// Vectors that the loops take at once. A pair of bf16 vectors is taken apart and put together with
-/// fewer shuffles than two vectors, and a pair of either half type fills a line of the cache.
+/// Vectors that the loops take at once. A pair of bf16 vectors is taken apart and put together with fewer shuffles than
+/// two vectors, and a pair of f16 or bf16 vectors fills a line of the cache.
 const fn vectors<S: Simd, T: SimdElement>(elements: usize) -> usize {
     if size_of::<T>() == 2 && S::REGISTERS >= 32 && elements >= 2 * S::LANES { 2 } else { 1 }
 }
@@ -152,7 +152,7 @@ pub(crate) unsafe fn along_tokens<S: Simd, T: SimdElement>(
     of_width!(s, sum, AlongTokens<T> { sum, x, y, n, channels, staged });
 }
 
-/// [`along_tokens`] of a width, whose caller answers for the pointers.
+/// [`along_tokens`] for one width. The caller guarantees that the pointers are valid.
 struct AlongTokens<'a, T, const W: usize> {
     sum: Sum,
     x: (*const T, isize),
@@ -248,7 +248,7 @@ pub(crate) unsafe fn along_channels<S: Simd, T: SimdElement, const N: usize>(
     of_width!(s, sum, AlongChannels<T, N> { sum, x, y, shape, staged });
 }
 
-/// [`along_channels`] of a width, whose caller answers for the pointers.
+/// [`along_channels`] for one width. The caller guarantees that the pointers are valid.
 struct AlongChannels<'a, T, const W: usize, const N: usize> {
     sum: Sum,
     x: (*const T, isize),
@@ -331,7 +331,7 @@ unsafe fn along_channels_by<
     }
 }
 
-/// A token behind a window of `width - 1` tokens, each with its channels as neighbours.
+/// A token after a window of `width - 1` tokens, each with its channels as neighbours.
 #[derive(Clone, Copy)]
 pub(crate) struct Step<T> {
     /// The oldest token, and the distance of tokens.
@@ -369,7 +369,7 @@ pub(crate) unsafe fn next_token<S: Simd, T: SimdElement>(
     }
 }
 
-/// [`next_token`] of a width, whose caller answers for the pointers.
+/// [`next_token`] for one width. The caller guarantees that the pointers are valid.
 struct NextToken<'a, T, const W: usize> {
     sum: Sum,
     step: Step<T>,
@@ -411,7 +411,7 @@ unsafe fn next_token_by<S: Simd, T: SimdElement, const W: usize, const V: usize>
     staged: &Staged,
 ) {
     let (window, window_token) = step.window;
-    // The next sequence is somewhere else, where no prefetcher of the processor's can know.
+    // The next sequence is at an address that the processor's prefetchers cannot predict.
     for k in 0..W {
         s.prefetch(match k + 1 == W {
             true => step.ahead.1.wrapping_add(c),

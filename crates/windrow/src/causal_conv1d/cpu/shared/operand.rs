@@ -88,7 +88,8 @@ impl Parameters<'_> {
     }
 }
 
-/// Lays out weight and bias of some channels. Made by [`Parameters::stage`] only, whose caller answers for the pointer.
+/// The kernel that lays out weight and bias of some channels. Only [`Parameters::stage`] makes it, whose caller
+/// guarantees that the pointer is valid.
 struct Stage<'a> {
     parameters: &'a Parameters<'a>,
     width: usize,

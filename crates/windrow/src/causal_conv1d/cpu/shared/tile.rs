@@ -1,5 +1,5 @@
-//! Small channel-last copies of what a kernel reads and writes, for everything that is not a plain
-//! piece of memory: the first tokens of sequences, states, and strides of any kind.
+//! Small channels-last copies of what a kernel reads and writes, for everything that is not contiguous: the first
+//! tokens of sequences, states, and strides of any kind.
 
 use super::{GROUP, Operand};
 use crate::causal_conv1d::sequences::{Run, Sequences, Source};

@@ -2,8 +2,8 @@
 // length < 2^30.
 //
 // Floor: x once in, y once out. A warp takes STEPS blocks of 32 vectors of one row: all loads are
-// issued before the first use (STEPS x 512 bytes a warp), and the WIDTH - 1 inputs before a vector
-// come from the neighbouring lane. About 13 issue slots an element with SiLU in f16/bf16, of the
+// issued before the first use (STEPS x 512 bytes per warp), and the WIDTH - 1 inputs before a vector
+// come from the neighbouring lane. About 13 issue slots per element with SiLU in f16/bf16, of the
 // 32 that an H200 has per 4 bytes moved.
 #include "row.cuh"
 

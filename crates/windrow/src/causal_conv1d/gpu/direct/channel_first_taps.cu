@@ -1,9 +1,9 @@
-// y where positions lie next to each other in x and y (stride 1 along l), one sequence a row, 2 <= TAPS <= 256,
+// y where positions lie next to each other in x and y (stride 1 along l), one sequence per row, 2 <= TAPS <= 256,
 // length < 2^30.
 //
-// Floor: x once in, y once out, or TAPS products an element where that is longer. A warp walks along `chunk` positions of
-// a row, TILES tiles of 128 a step, which it lays down in shared memory behind the inputs before them while the next ones
-// are on their way. A thread sums up quads of neighbouring positions, four taps a step.
+// Floor: x once in, y once out, or TAPS products per element where that is longer. A warp walks along `chunk` positions
+// of a row, TILES tiles of 128 per step. It stores them in shared memory after the inputs before them, while the next
+// ones are on their way. A thread sums quads of neighbouring positions, four taps per step.
 //
 // MATRIX: f16/bf16 with weights of their type on tensor cores, with f32 sums. A tile is a product: row m of the left
 // matrix are the inputs 8 m + k, k < 16 STEPS, of which a word of a thread is the pair at 2 (lane + 4 j) from where the

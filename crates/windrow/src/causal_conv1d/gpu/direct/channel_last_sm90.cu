@@ -1,5 +1,5 @@
 // y on Hopper where channels lie next to each other in x and y and rows of channels are whole 16-byte
-// vectors; one sequence a row, 2 <= WIDTH <= 16.
+// vectors; one sequence per row, 2 <= WIDTH <= 16.
 //
 // Floor: x once in, y once out. The copy engine brings a tile of ROWS positions into shared memory and takes
 // it away again, computed in place: registers hold the arithmetic of one position, and memory sees pieces

@@ -1,10 +1,10 @@
-// y where channels lie next to each other in x and y (stride 1 along d), one sequence a row, 2 <= TAPS <= 256, all
+// y where channels lie next to each other in x and y (stride 1 along d), one sequence per row, 2 <= TAPS <= 256, all
 // addresses aligned to VECTOR elements.
 //
-// Floor: x once in, y once out, or TAPS products an element where that is longer. A thread takes VECTOR channels of
-// ROWS positions: it walks over the taps with a window of ROWS inputs in registers, each of which meets ROWS sums. Inputs
-// come from the first cache, where the threads beside have brought them; weights from shared memory. LANES threads lie
-// along the channels, so that few channels fill warps too.
+// Floor: x once in, y once out, or TAPS products per element where that is longer. A thread takes VECTOR channels of
+// ROWS positions: it walks over the taps with a window of ROWS inputs in registers, each of which is multiplied for
+// ROWS sums. Inputs come from the first-level cache, to which neighbouring threads have brought them; weights come from
+// shared memory. LANES threads lie along the channels, so that few channels fill warps too.
 //
 // TAPS     number of taps
 // VECTOR   channels of a thread

@@ -1,9 +1,9 @@
 // y where channels lie next to each other in x and y (stride 1 along d), 2 <= WIDTH <= 5, all
 // addresses aligned to VECTOR elements.
 //
-// Floor: x once in, y once out. A thread takes VECTOR channels of ROWS positions, all of whose loads are
-// on their way before the first use; the WIDTH - 1 rows before them come from the cache, where the
-// warps beside and the block before have just brought them.
+// Floor: x once in, y once out. A thread takes VECTOR channels of ROWS positions, all of whose loads are on their way
+// before the first use; the WIDTH - 1 rows before them come from the cache, to which the neighbouring warps and the
+// block before have just brought them.
 //
 // MASK     take sequences from the mask
 // VECTOR   channels of a thread

@@ -21,9 +21,10 @@ pub(super) enum Form {
     ChannelLast { vector: usize, chunk: usize },
     /// Vectors along d, a few positions of each in a thread.
     ChannelLastTile { vector: usize, rows: usize },
-    /// Tiles in shared memory, copied in bulk: so many channels and positions a thread, `lanes` threads along d.
+    /// Tiles in shared memory, copied in bulk: these numbers of channels and positions per thread, `lanes` threads
+    /// along d.
     ChannelLastShared { vector: usize, rows: usize, lanes: usize },
-    /// Any width, one sequence a row.
+    /// Any width, one sequence per row.
     Taps(Taps),
     /// One output for each thread.
     Plain,
@@ -31,9 +32,9 @@ pub(super) enum Form {
 
 /// Loads of the walking kernel that are on their way.
 const AHEAD: usize = 8;
-/// Warps of a block of the kernel of channel-last tiles, one below the other.
+/// The warps of a block of the kernel with channels-last tiles, one below the other.
 const TILE_WARPS: usize = THREADS / 32;
-/// Most taps of the kernel with tiles in shared memory.
+/// The largest number of taps of the kernel with tiles in shared memory.
 const SHARED_TAPS: usize = 9;
 
 impl Form {
@@ -159,7 +160,7 @@ impl Form {
         }
     }
 
-    /// The launch of the main kernel for elements of so many bytes; none if the addresses are not for it.
+    /// The launch of the main kernel for elements of this number of bytes; `None` if it cannot read these addresses.
     pub(super) fn launch(self, params: &mut Params, element: usize) -> Option<Launch> {
         let Params { batch, channels, length, .. } = *params;
         match self {

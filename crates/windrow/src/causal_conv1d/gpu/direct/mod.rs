@@ -14,7 +14,7 @@ use crate::{Device, Result, Workspace};
 
 source!(PLAIN, "plain.cu");
 
-/// A depthwise plan on a device, with its kernels compiled and loaded.
+/// A depthwise plan on a GPU, with its kernels compiled and loaded.
 #[derive(Clone, Debug)]
 pub(crate) struct Direct {
     gpu: &'static Gpu,
@@ -75,9 +75,9 @@ impl Direct {
         self.mask_bytes() + self.partial_bytes
     }
 
-    /// Views have been checked. Index values cannot be without waiting for the device: boundaries
-    /// outside 0..=l are held there, so that wrong ones give wrong results, touch nothing else, and are
-    /// reported later.
+    /// Computes the outputs. The caller has checked the views. Index values cannot be checked without waiting for the
+    /// GPU, so the kernels clamp boundaries to 0..=l. Wrong ones give wrong results, but nothing else is accessed, and
+    /// they are reported later.
     pub(crate) fn run(
         &self,
         args: &CausalConv1dArgs<'_>,

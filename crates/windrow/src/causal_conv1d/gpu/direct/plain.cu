@@ -1,4 +1,4 @@
-// y for any strides, width and options: one thread an output.
+// y for any strides, width and options: one thread per output.
 #include "causal_conv1d.cuh"
 
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {

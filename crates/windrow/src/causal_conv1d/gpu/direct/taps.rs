@@ -1,4 +1,4 @@
-//! Any width up to [`MOST`], one sequence a row: `channel_last_taps.cu` and `channel_first_taps.cu`.
+//! Any width up to [`MOST`], one sequence per row: `channel_last_taps.cu` and `channel_first_taps.cu`.
 
 use crate::DType;
 use crate::causal_conv1d::gpu::shared::{GRID, Params, THREADS, is_simple, kernel_spec, source};
@@ -8,12 +8,12 @@ use crate::gpu::{Feature, KernelSpec, Launch};
 source!(LAST, "channel_last_taps.cu");
 source!(FIRST, "channel_first_taps.cu");
 
-/// Most taps.
+/// The largest number of taps.
 const MOST: usize = 256;
 /// The numbers of blocks and warps of these kernels above which each should walk further.
 const BLOCKS: usize = 1024;
 const WARPS: usize = 8192;
-/// Most steps of a warp along a row.
+/// The largest number of steps of a warp along a row.
 const STEPS: usize = 8;
 /// Positions of a tile.
 const TILE: usize = 128;
@@ -31,7 +31,7 @@ impl Taps {
     /// The one for channels next to each other, of which `vector` are aligned wherever a row begins.
     pub(super) fn last(spec: &CausalConv1dSpec, problem: &Problem, vector: usize) -> Option<Self> {
         let Problem { b, d, width, .. } = *problem;
-        // As many weights as shared memory has room for beside other blocks'.
+        // As many weights as fit in shared memory together with other blocks'.
         let most = if width <= 64 { 32 } else { 2048 / width.next_power_of_two() };
         let vector = vector.min(2);
         let lanes = d.div_ceil(vector).next_power_of_two().min(most);
@@ -84,7 +84,7 @@ impl Taps {
         }
     }
 
-    /// The launch for elements of so many bytes; none if the addresses are not for it.
+    /// The launch for elements of this number of bytes; `None` if the kernel cannot read these addresses.
     pub(super) fn launch(self, params: &mut Params, element: usize) -> Option<Launch> {
         let Params { batch, channels, length, .. } = *params;
         match self {

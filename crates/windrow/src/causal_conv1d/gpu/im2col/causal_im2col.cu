@@ -3,7 +3,7 @@
 // Floor: x once in, A once out, which is WIDTH times as much. A block takes TILE positions of TILE
 // channels through shared memory, so that it reads along one dimension and writes along the other.
 //
-// SHARED   through shared memory: 1 <= WIDTH <= 9 and one sequence a row; else element by element
+// SHARED   through shared memory: 1 <= WIDTH <= 9 and one sequence per row; else element by element
 #include "im2col.cuh"
 
 constexpr int TILE = 32;

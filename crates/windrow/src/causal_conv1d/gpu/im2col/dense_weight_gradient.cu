@@ -1,4 +1,4 @@
-// dweight [outputs, channels, width] from a matrix [outputs, width * channels], one thread an element.
+// dweight [outputs, channels, width] from a matrix [outputs, width * channels], one thread per element.
 //
 // Floor: both once through memory.
 #include "windrow.cuh"

@@ -1,4 +1,4 @@
-// B: the weight as a matrix, one thread an element.
+// B: the weight as a matrix, one thread per element.
 //
 // Floor: B once out.
 //

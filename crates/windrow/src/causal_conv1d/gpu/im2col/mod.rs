@@ -32,7 +32,7 @@ params! {
     }
 }
 
-/// A plan on a device, with its kernels compiled and the product's algorithm chosen.
+/// A plan on a GPU, with its kernels compiled and the product's algorithm chosen.
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct Im2colGemm {
     pub(crate) gpu: &'static Gpu,
@@ -54,7 +54,7 @@ pub(crate) fn operand(dtype: DType, transposed: bool, row_stride: usize) -> Matr
     Matrix { dtype, transposed, row_stride, batch_stride: 0, alignment: 256 }
 }
 
-/// A and B are of x's type, or f32 if the weight is: a half type would round it.
+/// A and B have x's type, or f32 if the weight is f32: f16 or bf16 would round it.
 fn operand_type(spec: &CausalConv1dSpec) -> DType {
     if spec.weight.dtype == DType::F32 { DType::F32 } else { spec.x.dtype }
 }
@@ -178,7 +178,7 @@ impl Im2colGemm {
         )
     }
 
-    /// Views have been checked.
+    /// Computes the outputs. The caller has checked the views.
     pub(in crate::causal_conv1d) fn run(
         &self,
         args: &CausalConv1dArgs<'_>,

@@ -1,4 +1,4 @@
-// Gradients of what goes in for any strides, width and options, one thread an element.
+// Gradients of what goes in for any strides, width and options, one thread per element.
 //
 // STATES   dinitial_states instead of dx
 // DENSE    of a dense convolution: A holds G W, see im2col.cuh, with the share of each tap's input

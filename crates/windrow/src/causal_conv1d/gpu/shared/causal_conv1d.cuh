@@ -161,8 +161,8 @@ __device__ __forceinline__ void plain_output(const Params &p, const Sequence &s,
     p.y[s.row * p.y_stride[0] + d * p.y_stride[1] + t * p.y_stride[2]] = T::from_float(y);
 }
 
-// Every output of a grid of blocks: along x the inner dimension, along y the outer one, along z the
-// rows. Calls f(row, d, t). Neighbouring threads follow d if ALONG_CHANNELS, else l.
+// Every output of a grid of blocks: along x the inner dimension, along y the outer one, along z the rows. Calls f(row,
+// d, t). Neighbouring threads follow d if ALONG_CHANNELS, otherwise l.
 template <class F> __device__ __forceinline__ void for_each_output(const Params &p, F f) {
     i64 inner = ALONG_CHANNELS ? p.channels : p.length;
     i64 outer = ALONG_CHANNELS ? p.length : p.channels;

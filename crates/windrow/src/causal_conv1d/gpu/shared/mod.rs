@@ -4,7 +4,7 @@ use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec
 use crate::gpu::{Gpu, KernelSpec, Launch, Source, params, type_name};
 use crate::{Activation, DType, Result, TensorDesc, TensorMut, TensorRef};
 
-/// A header beside the file that names it.
+/// A header in the folder of the file that names it.
 macro_rules! header {
     ($file:literal) => {
         crate::gpu::Source { name: $file, text: include_str!($file), includes: &[] }
@@ -23,7 +23,7 @@ pub(crate) static INCLUDES: &[Source] = &[
     header!("im2col.cuh"),
 ];
 
-/// A kernel's source beside the file that names it.
+/// A kernel's source in the folder of the file that names it.
 macro_rules! source {
     ($name:ident, $file:literal) => {
         source!($name, $file, crate::causal_conv1d::gpu::shared::INCLUDES);
@@ -40,9 +40,9 @@ source!(STATES, "states.cu");
 source!(INPUT, "backward_input.cu");
 
 pub(crate) const THREADS: usize = 128;
-/// Bytes of x up to which the next kernel had better start early: a wave of blocks or so.
+/// The number of bytes of x up to which the next kernel should start early: about a wave of blocks.
 pub(crate) const SMALL: usize = 4 << 20;
-/// Largest grid along y and z.
+/// The largest grid along y and z.
 pub(crate) const GRID: usize = 65535;
 
 params! {

@@ -5,7 +5,7 @@ use crate::causal_conv1d::cpu::shared::Operand;
 use crate::causal_conv1d::cpu::shared::operand::{join, split};
 use crate::cpu::{Kernel, Simd, SimdElement, array};
 
-/// [`Block::copy_to`], whose caller answers for the pointers.
+/// [`Block::copy_to`], whose caller guarantees that the pointers are valid.
 struct CopyTo<T> {
     from: Block<T>,
     to: Block<T>,
@@ -48,7 +48,7 @@ impl<T: SimdElement> Block<T> {
     /// Copies its elements to those of `to`.
     ///
     /// # Safety
-    /// Both have so many tokens and channels, and share no memory.
+    /// Both have this number of tokens and channels, and share no memory.
     #[inline(always)]
     pub(super) unsafe fn copy_to<S: Simd>(
         self,
@@ -101,7 +101,7 @@ impl<T: SimdElement> Block<T> {
     /// Sets its elements to zero.
     ///
     /// # Safety
-    /// It has so many tokens and channels.
+    /// It has this number of tokens and channels.
     #[inline(always)]
     pub(super) unsafe fn clear(self, tokens: usize, channels: usize) {
         for t in 0..tokens as isize {

@@ -24,9 +24,9 @@ use std::ops::Range;
 const TILE: usize = 16;
 /// The channels of a tile.
 const LANES: usize = 256;
-/// The most channels of a task of long sequences, whose weights are laid out together.
+/// The largest number of channels of a task of long sequences, whose weights are laid out together.
 const CHANNELS: usize = 1024;
-/// The most channels of a task of short sequences.
+/// The largest number of channels of a task of short sequences.
 const SHORT_CHANNELS: usize = 2048;
 /// The number of elements of short sequences that one thread computes before others would have woken up.
 const FEW: usize = 4 * 4096;
@@ -115,7 +115,7 @@ impl Walk {
             let tasks = if work < FEW { 1 } else { (work / 1024).clamp(1, threads) };
             (tasks, tasks.div_ceil(sizes.sequences), SHORT_CHANNELS)
         } else {
-            // A task of so many elements takes some microseconds.
+            // A task of this number of elements takes a few microseconds.
             let tasks = (work / 4096).clamp(1, 4 * threads);
             (tasks, tasks, CHANNELS)
         };
@@ -152,8 +152,8 @@ impl Walk {
     }
 
     /// # Safety
-    /// Operands have the sizes and resolved entries; y and the states are memory that nobody else touches, but that y
-    /// may be x if `in_place`; `scratch` holds [`Walk::workspace_bytes`] bytes, aligned to 64.
+    /// Operands have the sizes and resolved entries. Nothing else accesses y and the states; y may be x if `in_place`.
+    /// `scratch` holds [`Walk::workspace_bytes`] bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,
         isa: Isa,
@@ -176,7 +176,8 @@ impl Walk {
     }
 }
 
-/// A task: some channels of some sequences. Only [`Walk::run`] makes tasks, and it answers for their pointers.
+/// A task: some channels of some sequences. Only [`Walk::run`] makes tasks, and guarantees that their pointers are
+/// valid.
 struct Task<'a, T> {
     plan: &'a Walk,
     operands: &'a Operands<'a, T>,

@@ -1,4 +1,4 @@
-//! Trees of drafts: every token is computed by itself, behind its ancestors.
+//! Trees of drafts: every token is computed by itself, from its ancestors.
 
 use super::{Block, LANES, Operands, Part, TILE, Task};
 use crate::causal_conv1d::cpu::shared::GROUP;

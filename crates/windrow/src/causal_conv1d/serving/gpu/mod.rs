@@ -85,12 +85,12 @@ params! {
     }
 }
 
-/// A serving plan on a device, with its kernels compiled and loaded.
+/// A serving plan on a GPU, with its kernels compiled and loaded.
 #[derive(Clone, Debug)]
 pub struct Serving {
     /// The kernel with one channel for each thread, for any strides and addresses.
     any: &'static Kernel,
-    /// Several channels a thread.
+    /// Several channels per thread.
     walks: Option<(&'static Kernel, Vectors)>,
     /// The kernel for long sequences if y is not x.
     pieces: Option<(&'static Kernel, Vectors)>,
@@ -163,9 +163,9 @@ fn is_small(sizes: &Sizes) -> bool {
     sizes.sequences.saturating_mul(sizes.problem.d) <= SMALL_STEP
 }
 
-/// Whether each sequence has one token, or a few drafts, and nothing else is asked for: a kernel with less code. Small
-/// steps of one token gain more from the guesses of the other: 1.16 us in place of 1.28 for one sequence on an H200. With
-/// GELU drafts would take more registers than there are.
+/// True if each sequence has one token, or a few drafts, and no other option is used: a kernel with less code. Small
+/// steps of one token gain more from the guesses of the other: 1.16 us in place of 1.28 for one sequence on an H200.
+/// With GELU drafts would take more registers than there are.
 fn is_step(spec: &CausalConv1dServingSpec, sizes: &Sizes, vectors: Vectors) -> bool {
     let more = [
         spec.initial_block.is_some(),
@@ -403,8 +403,8 @@ impl Serving {
         format!("{channels} channels a thread, {pieces}, blocks of {THREADS}")
     }
 
-    /// Views have been checked. Index values cannot be without waiting for the device: a sequence with a wrong one
-    /// counts as padding and is reported later.
+    /// Computes the outputs. The caller has checked the views. Index values cannot be checked without waiting for the
+    /// GPU: a sequence with a wrong one counts as padding, and is reported later.
     pub(in crate::causal_conv1d) fn run(
         &self,
         args: &CausalConv1dServingArgs<'_>,
@@ -449,7 +449,7 @@ impl Serving {
         if channels == 0 || length == 0 || (sequences == 0 && starts == 0) {
             return Ok(());
         }
-        // Tokens of nobody are cleared, too, where there are no sequences.
+        // Tokens of no sequence are cleared too, even if there are no sequences.
         let rows = sequences.max(1);
         let takes = |(_, vectors): &(&Kernel, Vectors)| vectors.take(&params);
         let pieces = self.pieces.filter(|pieces| params.x != params.y && takes(pieces));

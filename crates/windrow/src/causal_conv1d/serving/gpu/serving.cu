@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_ahead(const Params &p, const Tokens &tokens
     }
 }
 
-// Left to itself, the assembler saves registers: it spills some, and brings the one token of a step behind all that is
+// Left to itself, the assembler saves registers: it spills some, and loads the one token of a step after all that is
 // computed without it. Drafts of four taps gain from the blocks that there is then room for.
 #if SHORT && AHEAD > 1 && TAPS == 4 && VECTOR == 8 && !WINDOWS
 #define BOUNDS __launch_bounds__(128, 4)

@@ -27,7 +27,7 @@ struct Params {
     // The maximum number of tokens of a sequence that states of drafts, windows and trees can hold.
     i64 most;
     i64 tree_columns;
-    // A null index beside the negative ones; -1 if there is none.
+    // A null index in addition to negative ones; -1 if there is none.
     i64 null_index;
     // [b, d, l], [pool, d, state_length], [d, width], [sequences, blocks]
     i64 x_stride[3], y_stride[3], state_stride[3], weight_stride[2], bias_stride, table_stride[2];
@@ -117,7 +117,7 @@ struct States {
     i64 column;
     // Ends of blocks: tokens before the first, how many there are, and the column of the first.
     i64 end, ends, end_column;
-    // Of the windows behind tokens.
+    // Of the windows after tokens.
     i64 slot;
     // An index breaks a rule.
     bool wrong;
@@ -249,7 +249,7 @@ __device__ __forceinline__ void store_window(const Params &p, i64 state, Size d,
     for (int j = 0; j < HALO; j++, to += p.state_stride[2]) store_column(p, to, window[j]);
 }
 
-// The window behind token t, oldest token first.
+// The window after token t, oldest token first.
 __device__ __forceinline__ void keep_window(const Params &p, const States &s, Size d, Size t,
                                             const Vector (&window)[KEPT]) {
     S *to = p.windows + s.slot * p.window_stride[0] + times(t, p.window_stride[1]) + times(d, p.window_stride[2]);
@@ -289,7 +289,7 @@ template <class V> __device__ __forceinline__ void push(V (&window)[KEPT], const
     if (HALO) window[KEPT - 1] = token;
 }
 
-// Elements of the largest accesses of so many elements each, which begin at their multiples.
+// The number of elements of the largest accesses that begin at multiples of their size.
 template <class E> constexpr int access(int elements) {
     int bytes = elements * (int)sizeof(typename E::Storage);
     int most = bytes & -bytes;
@@ -323,7 +323,7 @@ struct Taps {
 #endif
     }
 
-    // y of the token behind the window.
+    // y of the token after the window.
     template <class V>
     __device__ __forceinline__ Vector step(const Params &p, Size d, const V (&window)[KEPT],
                                            const V &token) const {
@@ -348,7 +348,7 @@ struct Taps {
     }
 };
 
-// Makes y zero in tokens of nobody, every `step`th from `first` on.
+// Makes y zero in tokens of no sequence, every `step`th from `first` on.
 __device__ __forceinline__ void clear_tail(const Params &p, Size d, Size first, Size step) {
     Vector zero = {};
     for (Size t = first; t < (Size)p.length; t += step) {

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Param
         }
         __syncthreads();
         int i = found;
-        // Nobody looks for the next piece before all have seen this one.
+        // No thread looks for the next piece before all have seen this one.
         __syncthreads();
         if (!inside) continue;
         if (given(STARTS)) {

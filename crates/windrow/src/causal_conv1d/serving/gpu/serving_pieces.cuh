@@ -1,6 +1,6 @@
-// Sequences in pieces of ROWS tokens beside each other. Sequence i has the pieces from start / ROWS + i on: at least as
-// many as it needs, found without a count of those before it. Its first piece alone looks at states, and writes them
-// from x, which is not y.
+// Sequences in pieces of ROWS tokens side by side. Sequence i has the pieces from start / ROWS + i on: at least as many
+// as it needs, found without a count of those before it. Only its first piece reads states, and writes them from x,
+// which is not y.
 //
 // ROWS     tokens of a piece, at least TAPS - 1; the pieces' number and that of tokens fit an int
 #pragma once

@@ -1,8 +1,8 @@
 // Serving: steps of one token, and drafts, with channels next to each other everywhere.
 //
 // Floor: what a state and the tokens take, in and out. `serving.cu` computes the same and more; here a thread has one
-// sequence, of TOKENS tokens at most, and no loop. So fewer registers hold it, more blocks run beside each other, and
-// all of its loads are under way before the first result.
+// sequence, of TOKENS tokens at most, and no loop. So fewer registers hold it, more blocks run at a time, and all of
+// its loads are under way before the first result.
 //
 // DRAFTS      tokens are drafts, of which a state keeps all; else there is one for each sequence
 // TOKENS      most tokens of a sequence

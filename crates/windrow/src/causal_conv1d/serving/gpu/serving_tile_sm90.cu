@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
         Floats before[KEPT];
 #pragma unroll
         for (int j = 0; j < HALO; j++) before[j] = floats(window[j]);
-        // Nobody waits at a barrier that is not there yet.
+        // No thread waits at a barrier that does not exist yet.
         __syncthreads();
         barrier_wait(barrier, 0);
         if (inside) {

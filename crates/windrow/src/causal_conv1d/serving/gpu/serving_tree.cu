@@ -1,4 +1,4 @@
-// Serving of trees of drafts: every token behind its ancestors, before the first of which is the window. y is not x.
+// Serving of trees of drafts: every token after its ancestors, before the first of which is the window. y is not x.
 //
 // TREE    most tokens of a tree
 #include "serving.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ bool find_parents(const Params &p, i64 i, i64 count, 
         }
     }
     __syncthreads();
-    // All have looked at it; the next sequence begins behind another barrier.
+    // All threads have read it; the next sequence begins after another barrier.
     if (threadIdx.x == 0) links.wrong = false;
     return !wrong;
 }
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
         if (!tokens.count) continue;
         States states = states_of(p, i, tokens.count);
         if (states.wrong && d == 0) report_states(p, i, tokens.count);
-        // Nobody writes links before all have read those of the sequence before.
+        // No thread writes links before all have read those of the sequence before.
         __syncthreads();
         bool is_padding = states.read < 0 || !find_parents(p, i, tokens.count, links);
         if (!is_padding && given(PARENTS) && blockIdx.x == 0) {
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
             }
         }
         if (states.write < 0) continue;
-        // The state takes tokens in their order. A column is written behind those that are still read.
+        // The state takes tokens in their order. A column is overwritten only after its last read.
         i64 first = given(ACCEPTED) ? 1 - HALO : tokens.count - HALO;
         for (i64 t = first; t < tokens.count; t++) {
             store_column(p, column_at(p, states.write, d, t - first), token_at(p, states, d, x, t));

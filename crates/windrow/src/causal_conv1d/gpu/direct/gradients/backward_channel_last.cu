@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) KERNEL(cons
                 walk.step(in, g, m, now < end, out);
                 if (DX) {
                     int t = now - HALO;
-                    // Steps go in groups: the last ones lie behind all positions.
+                    // Steps go in groups: the last ones lie after all positions.
                     if (!MASK && p.dfinal_states && now >= length && t < end) {
 #pragma unroll
                         for (int i = 0; i < VECTOR; i++) {

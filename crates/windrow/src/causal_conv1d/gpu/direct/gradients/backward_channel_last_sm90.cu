@@ -1,10 +1,10 @@
 // dx and partial sums of the gradients of weight and bias on Hopper, of f16/bf16, where channels lie next to each other
-// in x, dy and dx and rows of channels are whole 16-byte vectors; no states, one sequence a row, 2 <= WIDTH <= 5.
+// in x, dy and dx and rows of channels are whole 16-byte vectors; no states, one sequence per row, 2 <= WIDTH <= 5.
 //
 // Floor: x and dy once in, dx once out. A block walks along `chunk` positions of its channels and WIDTH - 1 more, ROWS
-// positions a step: the copy engine brings the next tiles meanwhile and takes dx away, which replaces dy in its tile and
-// follows WIDTH - 1 positions behind. So registers hold nothing but the walk: about 32 issue slots an element, of the 48
-// that an H200 has per 6 bytes moved.
+// positions per step. The copy engine brings the next tiles meanwhile and takes dx away, which replaces dy in its tile
+// and follows WIDTH - 1 positions behind. So registers hold nothing but the walk: about 32 issue slots per element, of
+// the 48 that an H200 has per 6 bytes moved.
 //
 // STAGES   tiles in shared memory
 // ROWS     positions of a tile, at most 32

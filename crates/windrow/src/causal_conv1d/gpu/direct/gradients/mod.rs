@@ -16,13 +16,14 @@ source!(CHANNEL_LAST, "backward_channel_last.cu");
 source!(CHANNEL_LAST_SM90, "backward_channel_last_sm90.cu");
 source!(WEIGHT, "backward_weight.cu");
 
-/// Warps of a block of the channel-last kernel, which walk along neighbouring chunks.
+/// The warps of a block of the channels-last kernel, which walk along neighbouring chunks.
 const WARPS: usize = 4;
 /// The blocks of that kernel that a multiprocessor holds, for f16/bf16 and for f32.
 const BLOCKS_HALF: usize = 3;
 const BLOCKS_F32: usize = 4;
 
-/// Channels of a block of the channel-last kernel with tiles in shared memory, positions of a tile, and tiles.
+/// The channels of a block of the channels-last kernel with tiles in shared memory, the positions of a tile, and the
+/// number of tiles.
 const SHARED_CHANNELS: usize = 4 * THREADS;
 const SHARED_ROWS: usize = 8;
 const SHARED_TILES: usize = 3;
@@ -34,7 +35,7 @@ const LEAST_SHARED: usize = 8 * SHARED_ROWS;
 /// The kernels that compute dx and partial sums of the other gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
-    /// Whole vectors along l, copied in bulk; so many rows of the batch a block.
+    /// Whole vectors along l, copied in bulk; this number of rows of the batch per block.
     Rows { rows: usize },
     /// Vectors along l in one pass; `cut` if rows begin between vectors.
     ChannelFirst { cut: bool },

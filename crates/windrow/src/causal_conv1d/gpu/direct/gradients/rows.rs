@@ -73,8 +73,8 @@ pub(super) fn kernel(spec: &CausalConv1dSpec, dweight: DType, dbias: DType) -> K
 }
 
 impl Direct {
-    /// Runs it; the gradients of weight and bias are done if a block takes all rows, else `partial` holds a
-    /// row of sums for each part of the batch.
+    /// Runs the kernel. The gradients of weight and bias are done if a block takes all rows; otherwise `partial` holds
+    /// a row of sums for each part of the batch.
     ///
     /// # Safety
     /// `params` must be those of a backward run on `stream`, and `rows` what [`rows`] gave for them.
