@@ -1,4 +1,4 @@
-//! The tensors of a run, by name.
+//! The inputs of a run, and the gradients of a backward run.
 
 use crate::forms::{fields, setters};
 use crate::{TensorMut, TensorRef};
@@ -13,21 +13,21 @@ fields! {
     optional {
         /// The bias, added to `x` along its last dimension.
         bias: TensorRef<'a> => with_bias,
-        /// The gate, which the activation is multiplied by.
+        /// The gate, by which the result `gelu(x + bias)` is multiplied.
         gate: TensorRef<'a> => with_gate,
     }
 }
 
-/// The gradients that a backward run computes: those that are given.
+/// The gradients that a backward run writes. It computes the fields that are `Some`.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct GeluGrads<'a> {
-    /// Gradient of `x`: its shape and type, any strides without overlap.
+    /// Gradient of `x`, of its shape and type, with any strides with which no two elements share memory.
     pub dx: Option<TensorMut<'a>>,
-    /// Gradient of `gate`: its shape and type, any strides without overlap.
+    /// Gradient of `gate`, of its shape and type, with any strides with which no two elements share memory.
     pub dgate: Option<TensorMut<'a>>,
-    /// Gradient of `bias`: `[last dimension of x]`, f32 or the type of `x`. Summed in f32 with
-    /// compensation and the same bits on any number of threads.
+    /// Gradient of `bias`, `[last dimension of x]`, f32 or the type of `x`. It is summed in f32 with compensation
+    /// (Kahan). The result has the same bits for any number of threads.
     pub dbias: Option<TensorMut<'a>>,
 }
 

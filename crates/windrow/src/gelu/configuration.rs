@@ -4,12 +4,12 @@ use super::GeluAlgorithm;
 use crate::plan::configuration;
 
 configuration! {
-    /// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
-    /// algorithm's. Written and parsed as `f16x8_pack block=128 unroll=2`.
+    /// An algorithm and its parameters. If a parameter is `None`, the cost model chooses it, or the algorithm does not
+    /// have it. As text a configuration has the form `f16x8_pack block=128 unroll=2`.
     GeluConfiguration: GeluAlgorithm {
-        /// CUDA: threads of a block, a power of two from 32 to 1024.
+        /// On GPUs: threads of a block, a power of two from 32 to 1024.
         block,
-        /// CUDA: accesses of a thread where all elements lie in one row, up to 8.
+        /// On GPUs: memory accesses per thread, up to 8, if the tensors are contiguous.
         unroll,
     }
 }

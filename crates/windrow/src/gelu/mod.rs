@@ -25,7 +25,8 @@ pub use spec::{GeluAlgorithm, GeluSpec, HalfMath};
 
 use crate::{Approximate, PlanOptions, Result, Tensor, TensorRef, Workspace};
 
-/// `gelu(x)` of any shape and strides, in f32, f16 or bf16, on the CPU.
+/// The result `gelu(x)`, computed on the CPU in one call. `x` is f32, f16 or bf16, with any shape (up to 8 dimensions)
+/// and any strides.
 ///
 /// # Errors
 /// [`Error::DType`](crate::Error::DType), [`Error::WrongDevice`](crate::Error::WrongDevice),
@@ -42,8 +43,8 @@ pub fn gelu(x: &TensorRef<'_>, approximate: Approximate) -> Result<Tensor> {
     one_call(GeluArgs::new(*x), approximate)
 }
 
-/// `gelu(a) * b`, the gated form of transformer feed-forward layers (Shazeer, arXiv:2002.05202).
-/// `a` and `b` have one shape and type; strides are free.
+/// The result `gelu(a) * b`, computed on the CPU in one call: the gated form of transformer feed-forward layers
+/// (Shazeer, arXiv:2002.05202). `a` and `b` must have the same shape and element type. They may have any strides.
 ///
 /// # Errors
 /// As [`gelu`], and [`Error::Shape`](crate::Error::Shape) if the shapes differ.

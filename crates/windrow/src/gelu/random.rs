@@ -12,7 +12,8 @@ use crate::{
     Approximate, DType, Device, MAX_RANK, PlanOptions, Result, TensorDesc, TensorMut, Workspace,
 };
 
-/// Most elements of a tensor, usually and now and then: more than a task of a thread.
+/// The largest numbers of elements of a tensor. The second limit is used rarely; it is more than the work of one
+/// parallel task.
 const ELEMENTS: [usize; 2] = [2_500, 60_000];
 
 fn desc(
@@ -59,7 +60,8 @@ fn spec(choices: &mut Choices<'_>, style: Style, device: Device) -> Result<GeluS
     Ok(spec)
 }
 
-/// A spec with something wrong, and the errors that say so.
+/// An invalid spec, made from a valid one, and the name of the error that it must give. `None` if the chosen change is
+/// not possible.
 fn spoil(choices: &mut Choices<'_>, spec: &GeluSpec) -> Result<Option<(GeluSpec, &'static str)>> {
     let (shape, dtype) = (spec.x.shape(), spec.x.dtype);
     let mut other = shape.to_vec();

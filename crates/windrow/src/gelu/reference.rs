@@ -24,15 +24,17 @@ impl Inputs {
         self.gate.as_ref().map_or(1.0, |g| g[i])
     }
 
-    /// The magnitude that counts beside gelu(x) and its derivative. Both are sums of a probability, a density and their
-    /// products with x; if these are smaller than the smallest normal number, their last place is that number's.
+    /// The part of the scale for rounding errors below the normal range of f32. gelu(x) and its derivative are computed
+    /// from a probability, a density and their products with x. If these are smaller than the smallest normal number,
+    /// their unit in the last place is that of this number.
     fn underflow(x: f64) -> f64 {
-        // From here on they are zero in every type.
+        // For larger |x| they are zero in every type.
         const VANISHED: f64 = 64.0;
         f64::from(f32::MIN_POSITIVE) * (1.0 + x.abs().min(VANISHED))
     }
 
-    /// The distance by which `f` moves if its argument moves by a relative 1, as far as a rounded bias sum does that.
+    /// The condition of `f` at `x`, `|x f'(x)|`: the factor by which a relative rounding error of `x + bias` enters the
+    /// result. 0 without a bias, because nothing is rounded then.
     fn condition(&self, f: impl Fn(f64) -> f64, x: f64) -> f64 {
         const STEP: f64 = 1e-6;
         if self.bias.is_none() || !x.is_finite() {
@@ -63,8 +65,8 @@ pub(crate) struct ExpectedGrads {
     pub(crate) dbias: Expected,
 }
 
-/// The scale of `incoming * factor`. A factor below the range of f32 may be zero there, and an infinity times zero is NaN:
-/// as where sums overflow, both are right.
+/// The scale of `incoming * factor`. A kernel may round a `factor` below the range of f32 to zero, and infinity times
+/// zero is NaN. Then the scale is `f64::MAX`, so that NaN and infinity are both accepted, as for sums that overflow.
 fn scale_of_product(incoming: f64, factor: f64, terms: f64) -> f64 {
     let vanishes = incoming.is_infinite() && factor.abs() < f64::from(f32::MIN_POSITIVE);
     if vanishes { f64::MAX } else { incoming.abs() * terms }
@@ -96,8 +98,8 @@ pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> Result<Expec
         let terms = f(pre).abs() + inputs.condition(f, pre) + underflow;
         grads.dgate.scale[i] = scale_of_product(dy, f(pre), terms);
         grads.dbias.values[i % last] += grads.dx.values[i];
-        // Once NaN is right as well, it stays so. Each term has the rounding below normal numbers that an element
-        // of dx has.
+        // Once NaN is accepted, it stays accepted. Each term has the rounding error below the normal range that an
+        // element of dx has.
         let scale = &mut grads.dbias.scale[i % last];
         *scale = if [*scale, grads.dx.scale[i]].contains(&f64::MAX) {
             f64::MAX

@@ -18,17 +18,17 @@ fields! {
         x: TensorDesc,
         /// The output.
         y: TensorDesc => with_output,
-        /// The form: exact or tanh.
+        /// The formula: exact ([`Approximate::None`]) or the tanh approximation ([`Approximate::Tanh`]).
         approximate: Approximate,
     }
     default {
-        /// The arithmetic of f16 and bf16; f32 ignores it.
+        /// The arithmetic for f16 and bf16. It has no effect for f32.
         half_math: HalfMath = HalfMath::Float => with_half_math,
     }
     optional {
         /// The bias, added to `x` along its last dimension.
         bias: TensorDesc => with_bias,
-        /// The gate, which the activation is multiplied by.
+        /// The gate, by which the result `gelu(x + bias)` is multiplied, element by element.
         gate: TensorDesc => with_gate,
     }
 }
@@ -37,20 +37,21 @@ fields! {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum HalfMath {
-    /// Computation in f32, rounded once at the end: within one unit in the last place of the correctly rounded result,
-    /// tail included.
+    /// Computation in f32, rounded once, at the end. Each result is within one unit in the last place of the correctly
+    /// rounded result, also for large negative inputs, where GELU is almost zero.
     #[default]
     Float,
-    /// Computation in pairs of f16/bf16 themselves, without bias and gate, on CUDA only. The absolute error is a few
-    /// units in the last place at 1: the tail of negative inputs is lost. It is no faster if memory is the limit.
+    /// Computation in f16 or bf16 with instructions for pairs, on GPUs only, and only without bias and gate. The
+    /// absolute error is a few times the unit in the last place of 1. So results for large negative inputs, which are
+    /// close to zero, lose all relative accuracy. It is not faster than `Float` if memory bandwidth is the limit.
     Native,
 }
 
 names! { HalfMath, "half_math": Float = "float", Native = "native" }
 
 impl GeluSpec {
-    /// A spec without bias and gate: GELU of `x` into an output of the same layout, or a row-major one if elements of
-    /// `x` share memory.
+    /// The spec of GELU of `x` without bias and gate. The output has the same layout as `x` if the elements of `x` fill
+    /// their memory without gaps and no stride is negative, otherwise a row-major layout.
     ///
     /// # Errors
     /// As [`Layout::contiguous`](crate::Layout::contiguous).
@@ -59,12 +60,12 @@ impl GeluSpec {
         Ok(Self::bare(x, y, approximate))
     }
 
-    /// The activation as the other operators know it.
+    /// The same function as an [`Activation`], the type that the other operators use.
     pub fn activation(&self) -> Activation {
         Activation::Gelu(self.approximate)
     }
 
-    /// Every check that needs no data.
+    /// Checks everything that can be checked without tensor values.
     pub(crate) fn check(&self) -> Result<()> {
         let dtype = self.x.dtype;
         if !dtype.is_compute() {
@@ -89,7 +90,7 @@ impl GeluSpec {
     }
 }
 
-/// `[last]`, in f32 or the type of `x`.
+/// Checks that a bias has the shape `[last]`, and f32 or the type of `x`.
 fn check_bias(arg: &'static str, bias: &TensorDesc, dtype: DType, last: usize) -> Result<()> {
     if bias.dtype != DType::F32 {
         check_dtype(arg, bias.dtype, dtype)
@@ -98,7 +99,7 @@ fn check_bias(arg: &'static str, bias: &TensorDesc, dtype: DType, last: usize) -
     check_tensor(arg, bias, bias.dtype, &[last])
 }
 
-/// True if the elements fill their memory without gaps from the lowest address on.
+/// True if the elements fill their memory without gaps and no stride is negative.
 fn is_dense(x: &TensorDesc) -> bool {
     x.layout.is_unique()
         && x.layout
@@ -110,25 +111,25 @@ fn is_dense(x: &TensorDesc) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum GeluAlgorithm {
-    /// Vectors of the CPU's widest instruction set, in f32.
+    /// CPU, SIMD vectors of the widest instruction set, in f32.
     Cpu,
-    /// CUDA, f32, one element a thread.
+    /// GPU, f32, one element per thread.
     F32,
-    /// CUDA, f32, four elements a thread in one access.
+    /// GPU, f32, four elements per thread in one memory access.
     F32x4,
-    /// CUDA, f16, one element a thread.
+    /// GPU, f16, one element per thread.
     F16,
-    /// CUDA, f16, a pair a thread.
+    /// GPU, f16, two elements per thread in one memory access.
     F16x2,
-    /// CUDA, f16, eight elements a thread in four accesses.
+    /// GPU, f16, eight elements per thread in four memory accesses.
     F16x8,
-    /// CUDA, f16, eight elements a thread in one access.
+    /// GPU, f16, eight elements per thread in one memory access.
     F16x8Pack,
-    /// CUDA, bf16, one element a thread.
+    /// GPU, bf16, one element per thread.
     Bf16,
-    /// CUDA, bf16, a pair a thread.
+    /// GPU, bf16, two elements per thread in one memory access.
     Bf16x2,
-    /// CUDA, bf16, eight elements a thread in one access.
+    /// GPU, bf16, eight elements per thread in one memory access.
     Bf16x8,
 }
 

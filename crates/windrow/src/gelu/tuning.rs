@@ -8,7 +8,7 @@ use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef
 const MAX_UNROLL: usize = 8;
 
 impl GeluConfiguration {
-    /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
+    /// Rejects parameters that the algorithm does not have on the device of the options, or with which it cannot run.
     pub(super) fn check_parameters(&self, options: &PlanOptions) -> Result<()> {
         let GeluConfiguration { block, unroll, .. } = *self;
         let foreign = options.device == Device::Cpu && (block.is_some() || unroll.is_some());
@@ -25,7 +25,8 @@ impl GeluConfiguration {
     }
 }
 
-/// Elements that a search compares with the oracle at each end.
+/// The number of elements that a search compares with the oracle at the beginning of the output, and as many at its
+/// end.
 const SAMPLE: usize = 1 << 16;
 
 impl Tuned for Gelu {
@@ -35,7 +36,7 @@ impl Tuned for Gelu {
         &spec.y
     }
 
-    /// The spec with dense tensors in its order of dimensions.
+    /// The same spec with dense tensors. Each of them keeps the order of its dimensions in memory.
     fn plain(spec: &GeluSpec, _: &PlanOptions) -> Result<GeluSpec> {
         let (x, y) = (dense(&spec.x)?, dense(&spec.y)?);
         let gate = spec.gate.as_ref().map(dense).transpose()?;
@@ -83,7 +84,7 @@ impl Tuned for Gelu {
         plan.oracle_forward(&plan.oracle_inputs(args)?)?.compare(y, plan.tolerance())
     }
 
-    /// Rows of the first dimension.
+    /// Compares the first and the last slices along the first dimension.
     fn compare_ends(
         plan: &GeluPlan,
         args: &GeluArgs<'_>,

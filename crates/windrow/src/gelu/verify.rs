@@ -6,8 +6,8 @@ use crate::{
     Approximate, DType, Device, Layout, Placed, PlanOptions, Result, TensorDesc, Workspace,
 };
 
-/// Shapes with their edge cases: a scalar, nothing, one element, less than a vector, more than a
-/// task, four dimensions.
+/// Shapes with edge cases: a scalar, empty tensors, one element, less than one SIMD vector, more than the work of one
+/// parallel task, four dimensions.
 const SHAPES: [&[usize]; 8] =
     [&[], &[0], &[3, 0, 2], &[1], &[7], &[5, 33], &[130, 517], &[2, 9, 5, 6]];
 

@@ -1,10 +1,9 @@
 //! The gradients of `x`, `gate` and `bias` in one pass.
 //!
-//! The gradient of the bias sums over all dimensions but the last. The work is cut by shape alone,
-//! never by the number of threads: ranges of the last dimension, and within each range parts that
-//! sum into rows of their own (compensated, so that the error does not grow with the number of
-//! terms), which are added in order at the end. So the result is the same bits on any number of
-//! threads.
+//! The gradient of the bias sums over all dimensions except the last. The work is divided by the shape only, not by the
+//! number of threads. The last dimension is divided into ranges, and the other dimensions of each range into parts.
+//! Each part has its own partial sums. They are compensated (Kahan), so that the error does not grow with the number of
+//! terms. At the end they are added in a fixed order. So the result has the same bits for any number of threads.
 
 use super::nest::Nest;
 use super::{BLOCK, Bias, Block, PARALLEL_FROM, bias_strides, gather, load, scatter, store};
@@ -28,9 +27,9 @@ pub(in crate::gelu) struct Partition {
 impl Partition {
     /// About this many tasks, if there is work for them.
     const TASKS: usize = 64;
-    /// Elements in a task at least.
+    /// The smallest number of elements of a task.
     const TASK: usize = 16 << 10;
-    /// Elements of the last dimension in a range at least: whole pages.
+    /// The smallest number of elements of the last dimension in a range: whole pages.
     const RANGE: usize = 2048;
 
     pub(in crate::gelu) fn new(shape: &[usize]) -> Self {
@@ -163,7 +162,7 @@ fn run<T: SimdElement>(
     Ok(())
 }
 
-/// The elements `begin..end` of a nest over (dx, dy, x, dgate, gate, bias, sums). Absent operands
+/// The kernel for the elements `begin..end` of a loop nest over (dx, dy, x, dgate, gate, bias, sums). Absent operands
 /// are null.
 struct Backward<'a, T> {
     nest: &'a Nest<7>,
@@ -243,8 +242,8 @@ impl<T: SimdElement> Backward<'_, T> {
         }
     }
 
-    /// Adds `n` terms to as many sums (Kahan). # Safety: the sums and their compensations, `last`
-    /// further on, belong to this task; the terms are readable.
+    /// Adds `n` terms to `n` sums (Kahan). # Safety: the sums and their compensations, `last` further on, belong to
+    /// this task; the terms are readable.
     #[inline(always)]
     unsafe fn add_each<S: Simd>(&self, s: S, sums: *mut f32, terms: *const f32, n: usize) {
         for i in (0..n).step_by(S::LANES) {
@@ -256,7 +255,7 @@ impl<T: SimdElement> Backward<'_, T> {
                 let term = s.sub(load(s, terms.add(i), n), load(s, lost_at, n));
                 let new = s.add(sum, term);
                 let lost = s.sub(s.sub(new, sum), term);
-                // Of an infinite sum nothing is lost that could be given back.
+                // The compensation of an infinite sum is zero.
                 let finite = s.lt(s.abs(lost), s.splat(f32::INFINITY));
                 store(s, lost_at, s.select(finite, lost, s.zero()), n);
                 store(s, sum_at, new, n);
@@ -278,7 +277,8 @@ impl<T: SimdElement> Backward<'_, T> {
     }
 }
 
-/// Where results go: `p` plus the offset if it is contiguous, else `block`; null for null.
+/// The address to which results are written: `p` plus the offset if `stride` is 1, otherwise that of `block`. A null
+/// `p` stays null.
 /// # Safety: `p` is null or the offset lies in its tensor.
 #[inline(always)]
 unsafe fn target<T: SimdElement>(

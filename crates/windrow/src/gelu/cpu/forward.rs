@@ -8,11 +8,11 @@ use crate::dtype::with_element;
 use crate::gelu::{GeluArgs, GeluSpec};
 use crate::{Approximate, MAX_RANK, TensorMut};
 
-/// Elements in a task at least: a whole number of pages.
+/// The smallest number of elements of a parallel task. It is a whole number of memory pages.
 const TASK: usize = 16 << 10;
 
-/// Outputs of at least this many bytes are stored around the cache, which could not hold them
-/// until they are read again; this saves reading each line before it is written.
+/// Outputs of at least this many bytes are written with non-temporal stores, which bypass the cache. The cache could
+/// not hold them until they are read again, and the CPU need not read each line before it is written.
 const STREAM_FROM: usize = 24 << 20;
 
 /// Runs a checked plan. `args` fit `spec`.
@@ -83,7 +83,7 @@ struct Forward<'a, T, const TANH: bool> {
     y: *mut T,
     begin: usize,
     end: usize,
-    /// Store around the cache.
+    /// True to use non-temporal stores.
     stream: bool,
 }
 
@@ -208,7 +208,8 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         }
     }
 
-    /// `NUMBERS`: no element of `y` is NaN, and none is a half of the type.
+    /// Stores two vectors. With `NUMBERS` no element of `y` may be NaN, and a value halfway between two numbers of the
+    /// type may be rounded away from zero.
     #[inline(always)]
     unsafe fn store_pair<S: Simd, const STREAM: bool, const NUMBERS: bool>(
         &self,

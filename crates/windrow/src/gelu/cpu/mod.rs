@@ -1,4 +1,4 @@
-//! GELU on the CPU: one pass over memory for the result and for each of the gradients.
+//! GELU on the CPU: one pass over memory for the result, and one for all gradients together.
 
 mod backward;
 mod forward;
@@ -11,13 +11,13 @@ pub(super) use forward::forward;
 use crate::TensorRef;
 use crate::cpu::{Simd, SimdElement};
 
-/// Elements that are gathered at a time where an operand's innermost stride is not 1.
+/// The number of elements that are copied to a contiguous buffer at a time if an operand's innermost stride is not 1.
 const BLOCK: usize = 256;
 
 /// The bytes of input below which waking another thread costs more than it saves.
 const PARALLEL_FROM: usize = 32 << 10;
 
-/// The bias as kernels see it: of the input's type, or f32 beside half inputs.
+/// The bias for the kernels. It has the input's type, or f32 if the input is f16 or bf16.
 #[derive(Clone, Copy)]
 enum Bias<T> {
     None,
@@ -34,7 +34,8 @@ impl<T: SimdElement> Bias<T> {
         }
     }
 
-    /// The `n` elements from `offset` on at contiguous memory, through `gathered` unless they are.
+    /// The `n` elements of the bias from `offset` in contiguous memory. They are copied to `gathered` if they are not
+    /// contiguous.
     /// # Safety: they are readable.
     #[inline(always)]
     unsafe fn block(self, offset: isize, stride: isize, n: usize, gathered: &mut Block) -> Self {
@@ -48,8 +49,8 @@ impl<T: SimdElement> Bias<T> {
         }
     }
 
-    /// `x`, loaded by `load2`, plus the bias of elements `i..i + 2 LANES`; it must not be f32 beside
-    /// half inputs, whose pairs can have another order. # Safety: the elements are readable.
+    /// `x`, loaded by `load2`, plus the bias of elements `i..i + 2 LANES`. The bias must have the input's type, because
+    /// `load2` may load f16 and bf16 in another order than f32. # Safety: the elements are readable.
     #[inline(always)]
     unsafe fn add2<S: Simd>(self, s: S, x: [S::F32; 2], i: usize) -> [S::F32; 2] {
         match self {
@@ -94,8 +95,8 @@ impl Block {
     }
 }
 
-/// Contiguous memory with the `n` elements at `p`: `p` itself if they are, else a copy in `block`,
-/// for which `n` must be at most [`BLOCK`].
+/// The address of the `n` elements at `p` in contiguous memory: `p` itself if `stride` is 1, otherwise that of a copy
+/// in `block`. For a copy, `n` must be at most [`BLOCK`].
 /// # Safety: the elements are readable.
 #[inline(always)]
 unsafe fn gather<T: SimdElement>(
@@ -116,7 +117,8 @@ unsafe fn gather<T: SimdElement>(
     to
 }
 
-/// Writes the `n` elements of `block` to `p` unless `p` is contiguous, where they are already.
+/// Copies the `n` elements of `block` to `p`. If `stride` is 1 it does nothing, because the results were written to `p`
+/// directly.
 /// # Safety: the elements are writable, and `block` holds as many.
 #[inline(always)]
 unsafe fn scatter<T: SimdElement>(p: *mut T, stride: isize, n: usize, block: &mut Block) {
@@ -138,7 +140,7 @@ unsafe fn load<S: Simd, T: SimdElement>(s: S, p: *const T, n: usize) -> S::F32 {
     unsafe { if n == S::LANES { T::load(s, p) } else { T::load_first(s, p, n) } }
 }
 
-/// The first `n` lanes to `p`. # Safety: they are writable.
+/// Stores the first `n` lanes at `p`. # Safety: they are writable.
 #[inline(always)]
 unsafe fn store<S: Simd, T: SimdElement>(s: S, p: *mut T, v: S::F32, n: usize) {
     // SAFETY: passed on.

@@ -1,9 +1,9 @@
-//! Loops over several strided operands of one shape at once.
+//! Loops over several strided operands of the same shape.
 
 use crate::MAX_RANK;
 
-/// A loop nest over `N` operands: dimensions that lie alike in all of them are merged, the last one
-/// is the one to vectorise.
+/// A loop nest over `N` operands. Neighbouring dimensions that all operands can traverse as one are merged. The
+/// innermost dimension is the one to vectorise.
 #[derive(Clone, Debug)]
 pub(crate) struct Nest<const N: usize> {
     rank: usize,
@@ -12,8 +12,9 @@ pub(crate) struct Nest<const N: usize> {
 }
 
 impl<const N: usize> Nest<N> {
-    /// A nest over `shape`. Each operand has its strides in elements, all zero if it is absent.
-    /// Dimensions are ordered as they lie in the memory of the first operand; the others decide ties.
+    /// A nest over `shape`. Each operand has its strides in elements, all zero if it is absent. Dimensions are sorted
+    /// by the strides of the first operand, then of the others. Then the dimension in which most operands have stride 0
+    /// or 1 is made the innermost.
     pub(crate) fn new(shape: &[usize], operands: [&[isize]; N]) -> Self {
         let mut dims = [(1usize, [0isize; N]); MAX_RANK];
         let mut count = 0;
@@ -23,7 +24,7 @@ impl<const N: usize> Nest<N> {
         }
         let dims = &mut dims[..count];
         dims.sort_unstable_by_key(|(_, s)| std::cmp::Reverse(s.map(isize::unsigned_abs)));
-        // The most operands with vector access win; among equals the innermost.
+        // The dimension with the most operands of stride 0 or 1; among equals the innermost.
         let unit = |strides: &[isize; N]| strides.iter().filter(|s| matches!(s, 0 | 1)).count();
         if let Some(best) = (0..count).max_by_key(|&d| unit(&dims[d].1)) {
             dims[best..].rotate_left(1);
@@ -56,7 +57,7 @@ impl<const N: usize> Nest<N> {
         self.strides[self.rank - 1]
     }
 
-    /// The elements `begin..end`, counted in the nest's order, as runs along the innermost
+    /// The elements `begin..end`, counted in the nest's order, divided into runs: contiguous pieces of the innermost
     /// dimension.
     #[inline(always)]
     pub(crate) fn runs(&self, begin: usize, end: usize) -> Runs<'_, N> {

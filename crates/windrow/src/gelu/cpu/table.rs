@@ -1,10 +1,11 @@
-//! GELU by table: where a lookup is as cheap as arithmetic, the fastest way for ordinary inputs.
+//! GELU with a table of polynomials. It is the fastest way for inputs of ordinary size on CPUs whose table lookups are
+//! as fast as arithmetic.
 //!
-//! `gelu(x) = max(x, 0) - a t(a)` with `a = |x|` and `t(a) = gelu(-a) / -a`, the probability that the
-//! input is dropped. Up to [`LIMIT`], `t` is given by 32 polynomials, each for a piece of width 1/8; a
-//! vector with a larger element is computed through exponentials. One rounding of `t`'s leading
-//! coefficient and those of two fused operations remain, so the relative error is smaller than by
-//! exponentials.
+//! `gelu(x) = max(x, 0) - a t(a)` with `a = |x|` and `t(a) = gelu(-a) / -a`, the probability that the input is dropped.
+//! For `a` up to [`LIMIT`], `t` is computed by 32 polynomials, one for each interval of width 1/8. If a vector has a
+//! larger element, the whole vector is computed with exponential functions. What remains is the rounding of `t`'s
+//! constant coefficient and of two fused multiply-adds. So the relative error is smaller than with exponential
+//! functions.
 
 use crate::activation::{Activation, Approximate};
 use crate::cpu::math::activate;
@@ -18,7 +19,7 @@ const WIDTH: f64 = 0.125;
 const LIMIT: f32 = 3.937;
 /// Adding this rounds to a multiple of [`WIDTH`] and leaves the number of the piece in the low bits.
 const MAGIC: f32 = 1_572_864.0;
-/// Coefficients for f32, where they give a relative error of 4e-8, and for the half types, 5e-5.
+/// The number of coefficients for f32 (relative error 4e-8), and for f16 and bf16 (5e-5).
 pub(super) const TERMS: usize = 6;
 const TERMS_HALF: usize = 4;
 

@@ -11,7 +11,7 @@ static BACKWARD: Source =
 static BIAS_GRADIENT: Source =
     Source { name: "bias_gradient.cu", text: include_str!("bias_gradient.cu"), includes: INCLUDES };
 
-/// The facts by which the kernels of a plan's gradients differ, beside its spec.
+/// The properties of a call, in addition to the plan's spec, for which a separate gradient kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
     Elementwise { rank: usize, unit: bool, dx: bool, dgate: bool },
@@ -19,7 +19,8 @@ pub(super) enum Key {
 }
 
 impl Forward {
-    /// Gradients; the kernels are compiled at the first call with such strides.
+    /// Computes the gradients. A kernel is compiled at the first call with a new combination of rank, contiguity and
+    /// requested gradients.
     pub(in crate::gelu) fn backward(
         &self,
         spec: &GeluSpec,
@@ -93,8 +94,8 @@ impl Forward {
     }
 }
 
-/// Rows that one partial sum of a bias gradient covers. It depends on the shape alone, so that
-/// results do not depend on the device.
+/// The number of rows in one partial sum of a bias gradient. It depends only on the shape, so that results do not
+/// depend on the GPU.
 fn bias_chunk(rows: usize, columns: usize) -> usize {
     rows.div_ceil(((1 << 18) / columns.max(1)).max(1)).max(1)
 }
@@ -105,7 +106,7 @@ fn rows_and_columns(x: &TensorDesc) -> (usize, usize) {
     (x.shape().iter().rev().skip(1).product(), columns)
 }
 
-/// Workspace of a backward run.
+/// Bytes of workspace for a backward run.
 pub(in crate::gelu) fn workspace_bytes(spec: &GeluSpec) -> usize {
     let (rows, columns) = rows_and_columns(&spec.x);
     if spec.bias.is_none() {
@@ -118,7 +119,7 @@ fn pointer(view: Option<&TensorRef<'_>>) -> *const u8 {
     view.map_or(std::ptr::null(), TensorRef::as_ptr)
 }
 
-/// Elements of 16 bytes where they lie next to each other.
+/// The number of elements in a 16-byte access if elements are contiguous, otherwise 1.
 fn vector_of(spec: &GeluSpec, unit: bool) -> usize {
     if unit { 16 / spec.x.dtype.size() } else { 1 }
 }
@@ -132,7 +133,7 @@ pub(super) fn backward_words(
     let rank = spec.x.layout.rank();
     let (dx, dgate) = (grads.dx.as_ref(), grads.dgate.as_ref());
     let desc = |t: Option<&TensorMut<'_>>| strides(t.map(TensorMut::desc));
-    // The output that is there comes first: it decides the order.
+    // An output that is requested comes first, because it decides the order.
     let first = desc(dx.or(dgate));
     let operands = [
         first,
@@ -185,7 +186,7 @@ pub(super) fn bias_gradient_words(
         bias_strides(spec.bias.as_ref(), rank),
         strides(Some(dy.desc())),
     ];
-    // The last dimension stays apart: it is what is not summed over.
+    // The last dimension stays separate, because the sums do not run over it.
     let last = Dim { size: columns, strides: operands.map(|s| s[rank - 1]) };
     let rest = Loops::new(&spec.x.shape()[..rank - 1], operands, [false; 4]);
     let mut outer = rest.outer;

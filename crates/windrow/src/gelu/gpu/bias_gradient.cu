@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
             float term = __fmul_rn(g, activate_gradient<ACT>(v)) - carry;
             float next = __fadd_rn(sum, term);
             float lost = __fsub_rn(__fsub_rn(next, sum), term);
-            // Of an infinite sum nothing is lost that could be given back.
+            // The compensation of an infinite sum is zero.
             carry = lost == lost ? lost : 0.0f;
             sum = next;
         }

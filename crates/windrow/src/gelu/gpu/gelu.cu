@@ -1,6 +1,6 @@
 // y = gelu(x + bias) * gate.
 //
-// Floor: the bytes of x, gate and y over the memory bandwidth. One access of 16 bytes a thread keeps
+// Floor: the bytes of x, gate and y over the memory bandwidth. One access of 16 bytes per thread keeps
 // 32 KiB in flight on every multiprocessor; arithmetic is about 13 (tanh) and 16 (exact) issue slots
 // an element in f16/bf16, of the 32 that an H200 has per 4 bytes moved.
 //

@@ -1,4 +1,4 @@
-//! Loops over operands of one shape, and the words that describe them to a kernel.
+//! Loops over operands of the same shape, and their encoding as 64-bit kernel parameters.
 
 use crate::gpu::{Field, KernelSpec, Launch, Params};
 use crate::{MAX_RANK, TensorDesc};
@@ -10,16 +10,17 @@ pub(super) struct Dim<const N: usize> {
     pub(super) strides: [isize; N],
 }
 
-/// Loops over operands of one shape: as few and as long as their strides allow, innermost first.
+/// Loops over operands of the same shape, the innermost first. Dimensions are merged as far as the strides allow.
 #[derive(Clone, Debug)]
 pub(super) struct Loops<const N: usize> {
     pub(super) inner: Dim<N>,
     pub(super) outer: Vec<Dim<N>>,
-    /// True if neighbours of the inner loop are neighbours in memory, in all operands asked for.
+    /// True if neighbouring elements of the inner loop are neighbours in memory, in all operands for which this was
+    /// requested.
     pub(super) unit: bool,
 }
 
-/// Strides of a tensor of `rank` dimensions; of `None`, zeros.
+/// The strides of a tensor; zeros for `None`.
 pub(super) fn strides(desc: Option<&TensorDesc>) -> [isize; MAX_RANK] {
     let mut out = [0; MAX_RANK];
     if let Some(desc) = desc {
@@ -38,7 +39,8 @@ pub(super) fn bias_strides(bias: Option<&TensorDesc>, rank: usize) -> [isize; MA
 }
 
 impl<const N: usize> Loops<N> {
-    /// The first operand decides the order. `unit[i]`: operand i counts for `unit`.
+    /// The loops for these operands, ordered by the strides of the first one. `self.unit` requires stride 1 of operand
+    /// `i` only if `unit[i]` is true.
     pub(super) fn new(shape: &[usize], strides: [[isize; MAX_RANK]; N], unit: [bool; N]) -> Self {
         let mut dims: Vec<Dim<N>> = (0..shape.len())
             .filter(|&d| shape[d] != 1)
@@ -74,7 +76,7 @@ impl<const N: usize> Loops<N> {
         self.outer.len()
     }
 
-    /// `Shape` of gelu.cuh.
+    /// Adds the words of the structure `Shape` of `gelu.cuh`.
     pub(super) fn push_shape(&self, words: &mut Words) {
         words.begin("shape");
         words.push(self.rows());
@@ -85,7 +87,7 @@ impl<const N: usize> Loops<N> {
         }
     }
 
-    /// `Operand` of gelu.cuh; its pointer is the word at the position returned.
+    /// Adds the words of an `Operand` of `gelu.cuh`, and returns the position of its pointer.
     pub(super) fn push_operand(
         &self,
         words: &mut Words,
@@ -103,8 +105,9 @@ impl<const N: usize> Loops<N> {
         at
     }
 
-    /// One thread for every `vector` elements of a row, whose first `access` may be cut short; in one
-    /// row for `unroll` times as many. `block` is the threads of a block, a power of two.
+    /// The launch with one thread for every `vector` elements of a row. The first access of a row may be shorter than
+    /// `access`, for alignment. If there is only one row, each thread has `unroll` times as many elements. `block` is
+    /// the number of threads of a block, a power of two.
     pub(super) fn launch(
         &self,
         vector: usize,
@@ -125,7 +128,7 @@ impl<const N: usize> Loops<N> {
     }
 }
 
-/// Parameters of a kernel, word by word: their number depends on the rank.
+/// The parameters of a kernel as 64-bit words. Their number depends on the rank.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Words {
@@ -157,7 +160,7 @@ impl Words {
         self.len += 1;
     }
 
-    /// Adds the fields to a kernel that takes them.
+    /// Adds the fields to the kernel that has these parameters.
     pub(super) fn describe(&self, kernel: KernelSpec) -> KernelSpec {
         let word = size_of::<usize>();
         let ends = self.fields[1..self.field_count].iter().map(|(_, at)| *at).chain([self.len]);

@@ -1,4 +1,5 @@
-//! GELU on GPUs: one kernel for the result, two for the gradients.
+//! GELU on GPUs: one kernel for the result, one for the gradients of x and the gate, and one for the gradient of the
+//! bias, whose partial sums the shared kernel `column_sum` adds.
 
 mod backward;
 mod loops;
@@ -17,11 +18,11 @@ static INCLUDES: &[Source] =
 static FORWARD: Source =
     Source { name: "gelu.cu", text: include_str!("gelu.cu"), includes: INCLUDES };
 const THREADS: usize = 128;
-/// Blocks of a multiprocessor.
+/// The number of blocks per multiprocessor in a wave.
 const BLOCKS: usize = 16;
 
-/// All algorithms for a spec, the fastest first: wide accesses where elements lie next to each
-/// other, else one element a thread.
+/// All algorithms for a spec, sorted from fastest to slowest. Wide accesses come first if elements are contiguous;
+/// otherwise one element per thread comes first.
 pub(super) fn algorithms(spec: &GeluSpec) -> Vec<GeluAlgorithm> {
     use GeluAlgorithm::*;
     if is_native(spec) && (spec.bias.is_some() || spec.gate.is_some()) {
@@ -43,7 +44,7 @@ fn is_native(spec: &GeluSpec) -> bool {
     spec.half_math == HalfMath::Native && spec.x.dtype.is_half()
 }
 
-/// Elements of a thread, and of one memory access.
+/// The number of elements per thread, and per memory access.
 fn widths(algorithm: GeluAlgorithm) -> (usize, usize) {
     use GeluAlgorithm::*;
     match algorithm {
@@ -56,7 +57,7 @@ fn widths(algorithm: GeluAlgorithm) -> (usize, usize) {
 }
 
 impl Loops<4> {
-    /// y, x, gate, bias.
+    /// The loops over the operands y, x, gate and bias.
     fn of(spec: &GeluSpec) -> Self {
         let rank = spec.x.layout.rank();
         let operands = [
@@ -69,7 +70,7 @@ impl Loops<4> {
     }
 }
 
-/// A kernel of GELU with the constants that all of them take.
+/// A kernel of GELU with the constants that all kernels have.
 fn kernel_spec<const N: usize>(
     source: &'static Source,
     entry: String,
@@ -93,7 +94,7 @@ fn kernel_spec<const N: usize>(
     }
 }
 
-/// Whether a launch is of a wave or so, whose end the next kernel had better overlap.
+/// True if a launch has at most one wave of blocks. Then the next kernel should start before the launch ends.
 fn is_small(launch: &Launch, wave: usize) -> bool {
     launch.grid.iter().map(|&n| n as usize).product::<usize>() <= wave
 }
@@ -106,22 +107,23 @@ pub(super) struct Forward {
     configuration: GeluConfiguration,
     launch: Launch,
     words: Words,
-    /// The places of the addresses of y, x, gate and bias.
+    /// The positions in `words` of the addresses of y, x, gate and bias.
     pointers: [usize; 4],
     is_empty: bool,
 }
 
-/// Accesses of a thread, and whether the next kernel's blocks may start early. Measured on an H200:
-/// below a wave of blocks threads count most; above it twice the work in half the blocks, which may
-/// then make way early (that costs a block about a nanosecond). Large tensors gain from neither, but
-/// for the longest arithmetic.
+/// The number of memory accesses per thread, and whether the next kernel's blocks may start early. Measured on an H200:
+/// with less than one wave of blocks, the number of threads matters most, so each thread makes one access. Above one
+/// wave, two accesses per thread, in half as many blocks, are faster. In both cases the next kernel's blocks may start
+/// early, which costs about a nanosecond per block. Large tensors gain from neither, except for f32 with tanh, which
+/// has the longest arithmetic.
 fn model_unroll(
     spec: &GeluSpec,
     loops: &Loops<4>,
     (vector, access): (usize, usize),
     wave: usize,
 ) -> (usize, bool) {
-    // Of a row that begins at a vector; any other has one more.
+    // For a row that begins at a vector; any other has one item more.
     let items = loops.inner.size.div_ceil(vector);
     let wide = loops.rank() == 0 && loops.unit && access * spec.x.dtype.size() == 16;
     let long = spec.x.dtype == DType::F32 && spec.approximate == Approximate::Tanh;
@@ -133,18 +135,18 @@ fn model_unroll(
     }
 }
 
-/// A configuration with the parameters that the model chooses where it says nothing.
+/// The configuration, with each missing parameter chosen by the cost model.
 pub(super) fn complete(
     device: Device,
     spec: &GeluSpec,
     configuration: &GeluConfiguration,
 ) -> GeluConfiguration {
-    // Without the device nothing can be planned, but listed: as on a large one.
+    // Without the GPU, configurations can be listed but not planned. They are those of a large GPU.
     let wave = Gpu::get(device).map_or(2048, |gpu| gpu.round_wave(BLOCKS));
     complete_for(wave, spec, configuration)
 }
 
-/// The same on a device that runs so many blocks at once.
+/// The same as [`complete`], for a GPU that runs `wave` blocks at a time.
 fn complete_for(
     wave: usize,
     spec: &GeluSpec,
@@ -202,7 +204,7 @@ impl Forward {
         self.configuration
     }
 
-    /// The views have been compared with the plan's spec and device.
+    /// Computes y. The views have been compared with the plan's spec and device.
     pub(super) fn run(
         &self,
         args: &GeluArgs<'_>,
@@ -229,7 +231,7 @@ impl Forward {
         unsafe { self.kernel.launch(stream, self.launch, &words) }
     }
 
-    /// Blocks and threads.
+    /// A description of the launch: the numbers of blocks and threads.
     pub(super) fn explain(&self) -> String {
         let Launch { grid, block } = self.launch;
         format!("{}x{} blocks of {}x{} threads", grid[0], grid[1], block[0], block[1])

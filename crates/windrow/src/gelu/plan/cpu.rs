@@ -49,7 +49,7 @@ impl Engine<Gelu> for Cpu {
 }
 
 impl Cpu {
-    /// Views and aliasing have been checked.
+    /// Computes y. The caller has checked the views, and that y is x or shares no memory with an input.
     pub(super) fn run(
         &self,
         plan: &GeluPlan,
@@ -61,7 +61,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Runs as [`Cpu::run`], for the gradients from that of `y`.
+    /// Computes the gradients from `dy`. The caller has made the same checks as for [`Cpu::run`].
     pub(super) fn backward(
         &self,
         plan: &GeluPlan,

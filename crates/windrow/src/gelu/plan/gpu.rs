@@ -5,7 +5,7 @@ use crate::gelu::{GeluAlgorithm, GeluArgs, GeluConfiguration, GeluGrads, gpu};
 use crate::plan::{Engine, Setup};
 use crate::{Device, Result, TensorMut, TensorRef, Workspace};
 
-/// The engine on GPUs, by CUDA and HIP.
+/// The engine on GPUs, for CUDA and HIP.
 #[derive(Clone, Debug)]
 pub struct Gpu {
     /// The compiled kernel.
@@ -56,7 +56,7 @@ impl Engine<Gelu> for Gpu {
         Ok(gpu::complete(setup.place, setup.spec, configuration))
     }
 
-    /// The bytes, and more of them the less a thread moves at once.
+    /// The expected cost in relative units. It is higher for algorithms with narrower memory accesses.
     fn cost(setup: &Setup<'_, Gelu, Device>, configuration: &GeluConfiguration) -> Result<f64> {
         let all = Self::algorithms(setup)?;
         let rank = all.iter().position(|a| *a == configuration.algorithm).unwrap_or(0);
@@ -65,7 +65,7 @@ impl Engine<Gelu> for Gpu {
 }
 
 impl Gpu {
-    /// Views and aliasing have been checked.
+    /// Computes y. The caller has checked the views, and that y is x or shares no memory with an input.
     pub(super) fn run(
         &self,
         _: &GeluPlan,
@@ -76,7 +76,7 @@ impl Gpu {
         self.forward.run(args, y, workspace)
     }
 
-    /// Runs as [`Gpu::run`], for the gradients from that of `y`.
+    /// Computes the gradients from `dy`. The caller has made the same checks as for [`Gpu::run`].
     pub(super) fn backward(
         &self,
         plan: &GeluPlan,

@@ -1,4 +1,4 @@
-//! Gradients of GELU by its plan.
+//! The gradients of GELU, computed with its plan.
 
 use super::GeluPlan;
 use crate::gelu::{GeluArgs, GeluGrads, GeluSpec, reference};
@@ -7,12 +7,12 @@ use crate::verification::Check;
 use crate::{Error, Result, TensorRef, Workspace};
 
 impl GeluPlan {
-    /// Computes the gradients in `grads` from `dy`, the gradient of the output (shape and type of
-    /// `y`, any strides). Outputs share no memory with inputs or each other.
+    /// Computes the gradients in `grads` from `dy`, the gradient of the output (shape and type of `y`, any strides).
+    /// The gradients must not share memory with inputs or with each other.
     ///
     /// # Errors
-    /// As [`GeluPlan::run`], and [`Error::Unsupported`] if a gradient is asked for of an input that
-    /// the spec has not.
+    /// As [`GeluPlan::run`], and [`Error::Unsupported`] if the gradient of an input is requested that the spec does not
+    /// have.
     pub fn backward(
         &self,
         args: &GeluArgs<'_>,
@@ -54,14 +54,14 @@ impl GeluPlan {
         checks.gradient("dbias", grads.dbias.as_ref(), Type::OrF32(dtype), last)
     }
 
-    /// The gradients that were asked for.
+    /// The comparisons of the requested gradients with the oracle.
     fn grads_checks(
         &self,
         args: &GeluArgs<'_>,
         dy: &TensorRef<'_>,
         grads: &GeluGrads<'_>,
     ) -> Result<Vec<Check>> {
-        // Without elements there may be no memory for a gradient that is not asked for.
+        // Without elements there may be no memory for a gradient that is not requested.
         let summed = grads.dbias.is_some() || !self.spec.x.layout.is_empty();
         let last = self.spec.x.shape().last().copied().unwrap_or(1);
         let last = if summed { last } else { 0 };

@@ -1,4 +1,4 @@
-//! Plans and runs of GELU.
+//! Plans for GELU, and their runs.
 
 mod cpu;
 mod gpu;
@@ -13,7 +13,7 @@ use crate::{DType, Device, Error, PlanOptions, Result, TensorMut, TensorRef, Wor
 pub use cpu::Cpu;
 pub use gpu::Gpu;
 
-/// A checked [`GeluSpec`] on a device.
+/// A [`GeluSpec`] that was checked and bound to a device and an algorithm.
 ///
 /// ```
 /// use windrow::{Approximate, DType, GeluArgs, GeluPlan, GeluSpec, PlanOptions, TensorDesc};
@@ -31,7 +31,7 @@ pub use gpu::Gpu;
 /// ```
 pub type GeluPlan = Plan<Gelu>;
 
-/// The operator GELU as data.
+/// The operator GELU, as a type parameter of [`Plan`].
 #[derive(Clone, Copy, Debug)]
 pub struct Gelu;
 
@@ -54,7 +54,7 @@ impl Operator for Gelu {
     }
 }
 
-/// The fastest of some algorithms.
+/// The first of the algorithms, which are sorted from fastest to slowest; an error if there is none.
 fn first(algorithms: Vec<GeluAlgorithm>) -> Result<GeluAlgorithm> {
     algorithms.first().copied().ok_or_else(|| {
         Error::unsupported(
@@ -65,12 +65,15 @@ fn first(algorithms: Vec<GeluAlgorithm>) -> Result<GeluAlgorithm> {
 }
 
 impl GeluPlan {
-    /// Computes `y = gelu(x + bias) * gate`. `y` may be exactly `x` (same address and layout), else
-    /// it shares no memory with an input.
+    /// Computes `y = gelu(x + bias) * gate`. `y` may be the same tensor as `x` (same address and layout). Otherwise it
+    /// must not share memory with an input.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] if a view does not fit the spec,
-    /// [`Error::Aliasing`], [`Error::WrongDevice`]; with [`Verify::On`](crate::Verify::On) [`Error::Verification`].
+    /// - [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] if a view does not agree with the spec;
+    /// - [`Error::Parameter`] if the spec has a bias or a gate and the arguments do not, or the reverse;
+    /// - [`Error::Aliasing`], [`Error::WrongDevice`], [`Error::WorkspaceTooSmall`];
+    /// - [`Error::Backend`], on a GPU only;
+    /// - [`Error::Verification`], with [`Verify::On`](crate::Verify::On) only.
     pub fn run(
         &self,
         args: &GeluArgs<'_>,
@@ -89,8 +92,7 @@ impl GeluPlan {
         )
     }
 
-    /// [`GeluPlan::run`] where `y` holds the input and takes the output. The spec's `x` and `y` must
-    /// be the same.
+    /// Runs in place: `y` contains the input and is overwritten by the output. The spec's `x` and `y` must be equal.
     ///
     /// # Errors
     /// As [`GeluPlan::run`].
@@ -116,7 +118,7 @@ impl GeluPlan {
         })
     }
 
-    /// The oracle's output. Native half arithmetic has errors relative to `x`.
+    /// The oracle's output. For [`HalfMath::Native`] the scales are `|x|`, because its errors are proportional to `x`.
     pub(super) fn oracle_forward(&self, inputs: &reference::Inputs) -> Result<Expected> {
         let mut expected = reference::forward(inputs)?;
         if self.spec.half_math == HalfMath::Native {
@@ -127,12 +129,12 @@ impl GeluPlan {
         Ok(expected)
     }
 
-    /// Largest relative error of a kernel before it rounds to the output type.
+    /// The largest allowed relative error of a result before it is rounded to the output type.
     ///
-    /// f32: 4 units in the last place of the activation (8 roundings' worth) and one rounding each for the
-    /// bias, the gate and the product with `dy`. Half types are computed in f32 as well, but from shorter
-    /// polynomials. Native half arithmetic: about six roundings to the half type and 3e-4 of its fit, relative
-    /// to `x`.
+    /// - f32: 8 roundings for the activation (4 units in the last place), and one each for the bias, the gate and the
+    ///   product with `dy`.
+    /// - f16 and bf16: the same, because they are computed in f32, and in addition the error of shorter polynomials.
+    /// - [`HalfMath::Native`]: 8 roundings to f16 or bf16 and 3e-4 for the error of the approximation, relative to `x`.
     pub(super) fn tolerance(&self) -> f64 {
         /// See `cpu/table.rs`.
         const CPU_HALF_POLYNOMIALS: f64 = 5e-5;

@@ -1,8 +1,8 @@
-//! Errors over all inputs of the half types, and over a sample of f32's.
+//! Errors over all inputs of f16 and bf16, and over a sample of f32's.
 
 use super::*;
 
-/// Steps between two values of a half type, counted over all representable values between.
+/// The number of steps between two values of f16 or bf16, counted over all representable values between.
 fn steps(a: u16, b: u16) -> u32 {
     let position = |bits: u16| {
         let magnitude = i32::from(bits & 0x7fff);
@@ -57,7 +57,7 @@ fn all_bf16_inputs_are_within_one_step() {
     all_inputs(bf16::from_bits, bf16::to_bits);
 }
 
-/// Largest relative error of f32 results, in units of f32's epsilon, among normal results.
+/// The largest relative error of normal f32 results, in units of f32's epsilon.
 fn worst_error(isa: Isa, approximate: Approximate, x: &[f32]) -> (f64, f32) {
     let shape = [x.len()];
     let spec = GeluSpec::new(contiguous(&shape), approximate).unwrap();

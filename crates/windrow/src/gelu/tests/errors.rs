@@ -1,4 +1,4 @@
-//! The calls that are refused.
+//! Calls that must be rejected.
 
 use super::*;
 
