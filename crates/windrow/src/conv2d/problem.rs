@@ -26,7 +26,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// The sizes of a convolution with these strides, paddings and dilations. If `may_be_none` is true, a filter that
+    /// The sizes of a convolution with these strides, paddings and dilations. If `allows_empty` is true, a filter that
     /// is larger than the padded input is accepted, and the output size in that direction is 0. Otherwise it is an
     /// error.
     pub(crate) fn new(
@@ -34,7 +34,7 @@ impl Problem {
         w: &TensorDesc,
         [stride, padding, dilation]: [[usize; 2]; 3],
         groups: usize,
-        may_be_none: bool,
+        allows_empty: bool,
     ) -> Result<Self> {
         let &[n, c, h, width] = x.shape() else { return Err(rank("x", x)) };
         let &[k, c_group, r, s] = w.shape() else { return Err(rank("w", w)) };
@@ -62,8 +62,8 @@ impl Problem {
             padding[d],
             dilation[d],
         )? {
-            0 if !may_be_none => Err(too_large(w, input, taps, padding[d], dilation[d])),
-            places => Ok(places),
+            0 if !allows_empty => Err(too_large(w, input, taps, padding[d], dilation[d])),
+            outputs => Ok(outputs),
         };
         let (oh, ow) = (size(h, r, 0)?, size(width, s, 1)?);
         Ok(Problem { n, c, h, w: width, k, r, s, oh, ow, stride, padding, dilation, groups })

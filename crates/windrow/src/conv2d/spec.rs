@@ -66,20 +66,20 @@ impl Conv2dSpec {
     /// is larger than the padded input, [`Error::Parameter`](crate::Error::Parameter) for stride, dilation or groups of 0
     /// or groups that do not divide the channels, [`Error::SizeOverflow`](crate::Error::SizeOverflow).
     pub fn new(x: TensorDesc, w: TensorDesc, params: &Conv2dParams) -> Result<Self> {
-        Self::with_places(x, w, params, false)
+        Self::sized(x, w, params, false)
     }
 
-    /// The spec that [`Conv2dSpec::new`] makes. If `may_be_none` is true, a filter that is larger than the padded input
+    /// The spec that [`Conv2dSpec::new`] makes. If `allows_empty` is true, a filter that is larger than the padded input
     /// is allowed; y then has no rows or no columns.
-    fn with_places(
+    fn sized(
         x: TensorDesc,
         w: TensorDesc,
         params: &Conv2dParams,
-        may_be_none: bool,
+        allows_empty: bool,
     ) -> Result<Self> {
         let &Conv2dParams { stride, padding, dilation, groups, activation, accuracy } = params;
         let steps = [stride, padding, dilation];
-        let geometry = Problem::new(&x, &w, steps, groups, may_be_none)?;
+        let geometry = Problem::new(&x, &w, steps, groups, allows_empty)?;
         let y = dense_beside(&x, &geometry.y_shape())?;
         let (bias, residual) = (None, false);
         Ok(Self {
@@ -139,7 +139,7 @@ impl Conv2dSpec {
         let [x_shape, y_shape] = problem::transposed_shapes(&y, &w, params, output_padding)?;
         let x = dense_beside(&y, &x_shape)?;
         let y = if y.shape() == y_shape { y } else { dense_beside(&y, &y_shape)? };
-        Self::with_places(x, w, params, y_shape[0] == 0).map(|spec| spec.with_output(y))
+        Self::sized(x, w, params, y_shape[0] == 0).map(|spec| spec.with_output(y))
     }
 
     /// The options of the convolution: stride, padding, dilation, groups, activation and accuracy.

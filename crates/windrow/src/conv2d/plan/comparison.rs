@@ -74,8 +74,8 @@ impl Conv2dPlan {
     /// The im2col matrix [group, term, pixel] of the algorithm, and that of the oracle. `None` on GPUs, and for
     /// algorithms without such a matrix.
     pub(crate) fn im2col(&self, x: &TensorRef<'_>) -> Result<Option<(Vec<f32>, Vec<f64>)>> {
-        let Backend::Cpu(Cpu { engine, .. }) = &self.backend else { return Ok(None) };
-        let Some(matrix) = engine.im2col(x)? else { return Ok(None) };
+        let Backend::Cpu(Cpu { prepared, .. }) = &self.backend else { return Ok(None) };
+        let Some(matrix) = prepared.im2col(x)? else { return Ok(None) };
         Ok(Some((matrix, reference::im2col(&self.problem, &x.to_f64_vec()?)?)))
     }
 

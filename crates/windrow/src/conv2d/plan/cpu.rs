@@ -14,7 +14,7 @@ use std::num::NonZeroUsize;
 /// The engine on the CPU: a plan's prepared convolution and its gradients.
 #[derive(Debug)]
 pub struct Cpu {
-    pub(super) engine: Box<dyn Prepared>,
+    pub(super) prepared: Box<dyn Prepared>,
     /// The error of rounding sums to f16/bf16 if the activation is applied in a second pass over y; otherwise 0.
     rounding: f64,
     isa: Isa,
@@ -48,26 +48,26 @@ impl Engine<Conv2d> for Cpu {
         let threads = setup.threads().min(most_threads());
         let threads = configuration.threads.map_or(threads, |fewer| fewer.min(threads));
         let task = task(setup, threads)?;
-        let Some(engine) = cpu::prepare(&task, configuration)? else {
+        let Some(prepared) = cpu::prepare(&task, configuration)? else {
             return Err(setup.unsupported(configuration.algorithm, &cpu::supported(&task)?));
         };
         let dtype = setup.spec.y.dtype;
         let is_stored = cpu::follows(setup.spec) && dtype.is_half();
         let rounding = if is_stored { dtype.unit_roundoff() } else { 0.0 };
-        Ok(Cpu { engine, rounding, isa: setup.place, threads, backward: TryOnceLock::default() })
+        Ok(Cpu { prepared, rounding, isa: setup.place, threads, backward: TryOnceLock::default() })
     }
 
     fn configuration(&self) -> Conv2dConfiguration {
         let threads = Some(self.threads);
-        Conv2dConfiguration { threads, ..self.engine.configuration() }
+        Conv2dConfiguration { threads, ..self.prepared.configuration() }
     }
 
     fn workspace_bytes(&self) -> usize {
-        self.engine.raw_bytes().max(self.scratch_bytes())
+        self.prepared.raw_bytes().max(self.scratch_bytes())
     }
 
     fn explain(&self, plan: &Conv2dPlan) -> String {
-        super::explained(plan, self.isa.name(), &self.engine.explain())
+        super::explained(plan, self.isa.name(), &self.prepared.explain())
     }
 
     fn candidates(setup: &Setup<'_, Conv2d, Isa>) -> Result<Vec<Conv2dAlgorithm>> {
@@ -97,7 +97,7 @@ impl Engine<Conv2d> for Cpu {
 
 impl Cpu {
     pub(super) fn packed_bytes(&self) -> usize {
-        self.engine.packed_bytes()
+        self.prepared.packed_bytes()
     }
 
     pub(super) fn kept_bytes(&self, _: &TensorRef<'_>) -> usize {
@@ -106,7 +106,7 @@ impl Cpu {
 
     /// Bytes of workspace for a run, not counting the packed filter.
     pub(super) fn scratch_bytes(&self) -> usize {
-        self.engine.workspace_bytes()
+        self.prepared.workspace_bytes()
     }
 
     /// The same as [`Cpu::scratch_bytes`]: on the CPU it does not depend on the address of x.
@@ -115,7 +115,7 @@ impl Cpu {
     }
 
     pub(super) fn form(&self) -> PackedForm {
-        PackedForm::Cpu { width: self.engine.packed_width() }
+        PackedForm::Cpu { width: self.prepared.packed_width() }
     }
 
     /// Computes y. The caller has checked the views, and that y shares no memory with an input.
@@ -145,11 +145,11 @@ impl Cpu {
         match weights {
             Weights::Raw(w) => {
                 let run = Run { x, bias, residual, activation, y, workspace: memory };
-                self.engine.run_raw(&w, run);
+                self.prepared.run_raw(&w, run);
             }
             Weights::Packed(PackedWeights { data: PackedData::Host(data), .. }) => {
                 let run = Run { x, bias, residual, activation, y, workspace: memory };
-                self.engine.run(floats(data.as_slice()), run);
+                self.prepared.run(floats(data.as_slice()), run);
             }
             Weights::Packed(packed) => return Err(plan.packed_elsewhere(packed)),
             Weights::Cached(..) => unreachable!("packed above"),
@@ -162,11 +162,11 @@ impl Cpu {
 
     /// The side m of the output tile; `None` if the algorithm is not one of Winograd's.
     pub(super) fn tile(&self) -> Option<usize> {
-        self.engine.tile().map(Tile::m)
+        self.prepared.tile().map(Tile::m)
     }
 
     pub(super) fn tolerance(&self) -> f64 {
-        self.engine.tolerance() + self.rounding
+        self.prepared.tolerance() + self.rounding
     }
 
     pub(super) fn winograd_stages(
@@ -174,7 +174,7 @@ impl Cpu {
         w: &TensorRef<'_>,
         x: &TensorRef<'_>,
     ) -> Result<Option<Stages<Vec<f32>>>> {
-        self.engine.winograd_stages(w, x)
+        self.prepared.winograd_stages(w, x)
     }
 
     /// The tolerances of Winograd's intermediate tensors: the transformed filter U, the transformed input V and their

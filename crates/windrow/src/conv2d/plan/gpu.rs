@@ -14,7 +14,7 @@ use crate::{Device, PlanOptions, Result, TensorMut, TensorRef, Workspace};
 /// The engine on GPUs: a plan's prepared convolution and its gradients.
 #[derive(Debug)]
 pub struct Gpu {
-    pub(super) engine: Box<dyn Prepared>,
+    pub(super) prepared: Box<dyn Prepared>,
     pub(super) gpu: &'static device::Gpu,
     algorithm: Conv2dAlgorithm,
     backward: TryOnceLock<Box<Backward>>,
@@ -41,13 +41,13 @@ impl Engine<Conv2d> for Gpu {
 
     fn new(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<Self> {
         let (gpu, task) = task(setup)?;
-        let engine = methods::prepare(gpu, &task.with(configuration))?;
+        let prepared = methods::prepare(gpu, &task.with(configuration))?;
         let algorithm = configuration.algorithm;
-        Ok(Gpu { engine, gpu, algorithm, backward: TryOnceLock::default() })
+        Ok(Gpu { prepared, gpu, algorithm, backward: TryOnceLock::default() })
     }
 
     fn configuration(&self) -> Conv2dConfiguration {
-        self.engine.configuration(self.algorithm)
+        self.prepared.configuration(self.algorithm)
     }
 
     fn workspace_bytes(&self) -> usize {
@@ -57,7 +57,7 @@ impl Engine<Conv2d> for Gpu {
     fn explain(&self, plan: &Conv2dPlan) -> String {
         let borrowed = methods::borrowed_rates(self.gpu);
         let borrowed = borrowed.map(|chip| format!(", chosen by the rates of an {chip}"));
-        let explained = self.engine.explain() + borrowed.as_deref().unwrap_or_default();
+        let explained = self.prepared.explain() + borrowed.as_deref().unwrap_or_default();
         super::explained(plan, &plan.device().to_string(), &explained)
     }
 
@@ -95,29 +95,29 @@ impl Engine<Conv2d> for Gpu {
 impl Gpu {
     /// Bytes of workspace for the packed form of a filter that is given as [`Weights::Raw`].
     pub(super) fn raw_bytes(&self) -> usize {
-        self.engine.packed_bytes()
+        self.prepared.packed_bytes()
     }
 
     pub(super) fn packed_bytes(&self) -> usize {
-        self.engine.packed_bytes()
+        self.prepared.packed_bytes()
     }
 
     pub(super) fn kept_bytes(&self, w: &TensorRef<'_>) -> usize {
-        if self.engine.reads_in_place(w.as_ptr()) { 0 } else { self.engine.packed_bytes() }
+        if self.prepared.reads_in_place(w.as_ptr()) { 0 } else { self.prepared.packed_bytes() }
     }
 
     /// Bytes of workspace for a run, not counting the packed filter.
     pub(super) fn scratch_bytes(&self) -> usize {
-        self.engine.scratch_bytes()
+        self.prepared.scratch_bytes()
     }
 
     /// Bytes of workspace for a run with an input at x's address, not counting the packed filter.
     pub(super) fn scratch_bytes_for(&self, x: &TensorRef<'_>) -> usize {
-        self.engine.scratch_bytes_for(x.as_ptr())
+        self.prepared.scratch_bytes_for(x.as_ptr())
     }
 
     pub(super) fn form(&self) -> PackedForm {
-        PackedForm::Cuda(self.engine.packed_form())
+        PackedForm::Cuda(self.prepared.packed_form())
     }
 
     /// Computes y. The caller has checked the views, and that y shares no memory with an input.
@@ -128,7 +128,7 @@ impl Gpu {
         y: &mut TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let Gpu { engine, gpu, .. } = self;
+        let Gpu { prepared, gpu, .. } = self;
         let (stream, memory) =
             workspace.take_on(gpu, plan.workspace_bytes_for(&args.x, &args.w))?;
         if y.layout().is_empty() {
@@ -141,19 +141,19 @@ impl Gpu {
         // filter and the scratch memory.
         unsafe {
             let run = |packed, scratch| {
-                engine.run(stream, packed, Operands { x, bias, residual, y, scratch })
+                prepared.run(stream, packed, Operands { x, bias, residual, y, scratch })
             };
             match args.w {
                 Weights::Raw(w) => {
-                    let packed = engine.packed(stream, w.as_ptr(), memory)?;
+                    let packed = prepared.packed(stream, w.as_ptr(), memory)?;
                     run(packed, memory.add(self.raw_bytes()))
                 }
-                Weights::Cached(w, _) if engine.reads_in_place(w.as_ptr()) => {
+                Weights::Cached(w, _) if prepared.reads_in_place(w.as_ptr()) => {
                     run(w.as_ptr(), memory)
                 }
                 Weights::Cached(w, cache) => {
                     let pack =
-                        cache.packs().lease(&**engine, plan.packing(), stream, w.as_ptr())?;
+                        cache.packs().lease(&**prepared, plan.packing(), stream, w.as_ptr())?;
                     run(pack.as_ptr(), memory)
                 }
                 Weights::Packed(PackedWeights { data: PackedData::Device(data), .. })
@@ -170,11 +170,11 @@ impl Gpu {
 
     /// The side m of the output tile; `None` if the algorithm is not one of Winograd's.
     pub(super) fn tile(&self) -> Option<usize> {
-        self.engine.tile()
+        self.prepared.tile()
     }
 
     pub(super) fn tolerance(&self) -> f64 {
-        self.engine.tolerance()
+        self.prepared.tolerance()
     }
 
     pub(super) fn winograd_stages(
@@ -182,18 +182,18 @@ impl Gpu {
         w: &TensorRef<'_>,
         x: &TensorRef<'_>,
     ) -> Result<Option<Stages<Vec<f32>>>> {
-        self.engine.winograd_stages(self.gpu, w, x)
+        self.prepared.winograd_stages(self.gpu, w, x)
     }
 
     /// The tolerances as in [`Cpu::stage_tolerances`](super::Cpu::stage_tolerances).
     pub(super) fn stage_tolerances(&self, transforms: f64, sums: f64) -> [f64; 3] {
-        let (stored, multiplied) = self.engine.operand_roundings();
+        let (stored, multiplied) = self.prepared.operand_roundings();
         let m = 2.0 * (sums + transforms + multiplied);
         [transforms + stored, transforms + stored, m]
     }
 
     pub(super) fn underflows(&self) -> [f64; 2] {
-        self.engine.underflows()
+        self.prepared.underflows()
     }
 
     /// The gradients, with their kernels loaded. They are prepared when the first gradient is requested, even if a

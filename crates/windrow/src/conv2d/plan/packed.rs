@@ -92,12 +92,12 @@ impl Conv2dPlan {
         Checks::new(self.device()).read("w", Some(w), Some(&self.spec.w))?;
         match &self.backend {
             Backend::Cpu(cpu) => self.pack_on_cpu(cpu, w),
-            Backend::Gpu(Gpu { engine, gpu: device, .. }) => {
+            Backend::Gpu(Gpu { prepared, gpu: device, .. }) => {
                 let (stream, _) = workspace.take_on(device, 0)?;
                 let data = SharedBuffer::new(stream, self.packed_bytes().max(1))?;
                 let to = gpu::PackTo { memory: data.as_mut_ptr(), ticket: None };
                 // SAFETY: the view was checked against the spec, the memory is as large as asked for.
-                unsafe { engine.pack(stream, w.as_ptr(), to)? };
+                unsafe { prepared.pack(stream, w.as_ptr(), to)? };
                 // Runs on other streams may use it from here on.
                 stream.synchronize()?;
                 self.packed(w, PackedData::Device(Arc::new(data)))
@@ -108,7 +108,7 @@ impl Conv2dPlan {
     /// Packs a filter that agrees with the spec, for a plan on the CPU.
     pub(super) fn pack_on_cpu(&self, cpu: &Cpu, w: &TensorRef<'_>) -> Result<PackedWeights> {
         let mut data = Buffer::new(self.packed_bytes())?;
-        cpu.engine.pack(w, floats_mut(data.as_mut_slice()));
+        cpu.prepared.pack(w, floats_mut(data.as_mut_slice()));
         self.packed(w, PackedData::Host(data))
     }
 

@@ -103,10 +103,10 @@ impl<K: Copy + PartialEq> Packs<K> {
     /// [`crate::Error::OutOfMemory`], [`crate::Error::Backend`].
     ///
     /// # Safety
-    /// `w` must be the filter of the engine's spec on the stream's GPU, and `packing` must say how the engine packs it.
+    /// `w` must be the filter of the convolution's spec on the stream's GPU, and `packing` must say how it is packed.
     pub(crate) unsafe fn lease<'a>(
         &'a self,
-        engine: &dyn Prepared,
+        prepared: &dyn Prepared,
         packing: K,
         stream: &'a Stream,
         w: *const u8,
@@ -136,7 +136,7 @@ impl<K: Copy + PartialEq> Packs<K> {
         let pack = match self.take(packing, &place) {
             Some(pack) => pack,
             None => {
-                let bytes = (engine.packed_bytes() + engine.seen_bytes()).max(1);
+                let bytes = (prepared.packed_bytes() + prepared.seen_bytes()).max(1);
                 match &capture {
                     None => Arc::new(Pack::new(SharedBuffer::new(stream, bytes)?)),
                     Some(capture) => {
@@ -151,7 +151,7 @@ impl<K: Copy + PartialEq> Packs<K> {
         let mut lease = Lease { packs: self, packing, place, stream, pack, captured };
         let (memory, ticket) = (lease.pack.memory.as_mut_ptr(), Some(lease.pack.ticket));
         // SAFETY: the caller's promise; the memory is as large as asked for, and nobody else has it.
-        unsafe { engine.pack(stream, w, PackTo { memory, ticket })? };
+        unsafe { prepared.pack(stream, w, PackTo { memory, ticket })? };
         if frozen && !captured {
             let made = Event::mark(stream)?;
             let (is_made, retained_by) = (AtomicBool::new(false), AtomicU64::new(0));
