@@ -1,4 +1,4 @@
-//! Causal conv1d, Winograd conv2d and GELU: fast on CPU and GPU, with known accuracy.
+//! Three deep-learning operators for CPUs and GPUs, fast and with measured accuracy: causal conv1d, conv2d and GELU.
 //!
 //! ```
 //! use windrow::{Activation, TensorRef, causal_conv1d};
@@ -11,13 +11,15 @@
 //! ```
 //!
 //! [`gelu`], [`geglu`], [`causal_conv1d`], [`causal_conv1d_update`] and [`conv2d()`] are one-call functions like this
-//! one. Their tensors are views ([`TensorRef`], [`TensorMut`]) of the caller's memory. A view may have any strides. The
-//! data is f32, f16 or bf16, and is neither copied nor made contiguous.
+//! one. Their tensors are views ([`TensorRef`], [`TensorMut`]) of the caller's memory. The elements are f32, f16 or
+//! bf16. A view may have any strides, so a tensor need not be made contiguous. (An algorithm may still copy `x` or the
+//! filter to its workspace.)
 //!
 //! # The life of a plan
 //!
-//! To run an operation many times, make its plan once. A *spec* says what to compute; a *plan* is a checked spec on a
-//! device, with an algorithm and a workspace size; a *run* reads and writes the caller's memory and allocates nothing.
+//! To run an operation many times, make its plan once. A *spec* says what to compute. A *plan* is a checked spec that
+//! is bound to a device, with an algorithm and a workspace size. A *run* computes the result: it reads and writes the
+//! caller's memory, and allocates none (except as [`Plan`] says).
 //!
 //! ```
 //! use windrow::{Approximate, DType, GeluArgs, GeluPlan, GeluSpec, PlanOptions, Tensor, TensorDesc, Workspace};
@@ -39,13 +41,13 @@
 //! is at least as large as the largest of their `workspace_bytes()`. The same plan on the same input gives the same
 //! bits. On a GPU, `run` is asynchronous: it returns when its work is enqueued on the workspace's stream.
 //! [`Workspace::synchronize`] waits for it. `explain` describes a plan in one line: its algorithm with all parameters,
-//! the device, and the blocking or launch. [`PlanOptions::tuning`] says how an algorithm is chosen. [`Accuracy`] says
-//! how exact its result must be.
+//! the device, and how the work is divided (block sizes on the CPU, the launch on a GPU). [`PlanOptions::tuning`] says
+//! how an algorithm is chosen. [`Accuracy`] says how accurate the result must be.
 //!
-//! # Prefill and decoding
+//! # Prefill (the prompt) and decoding (one token at a time)
 //!
-//! A model with short convolutions (Mamba and its relatives) runs its prompt as a whole sequence, keeps the last
-//! inputs as the state, and then takes a step for each token:
+//! A model with short convolutions, such as Mamba, first convolves its whole prompt (the *prefill*). It keeps the last
+//! `width - 1` inputs, the *state*. Then each new token is one step, which reads and updates the state:
 //!
 //! ```
 //! use windrow::{
@@ -84,8 +86,8 @@
 //! # Errors
 //!
 //! A wrong argument returns an [`Error`]. Its variant is the kind of mistake. Its fields name the argument, what was
-//! given and what was expected. Plans and their runs return errors instead of panicking. If a call is rejected before
-//! its work starts, no output has been written.
+//! given and what was expected. Plans and their runs return errors instead of panicking. A call that is rejected before
+//! its work starts writes no output.
 //!
 //! # Speed
 //!
@@ -102,11 +104,12 @@
 //! All features are on by default.
 //!
 //! - `cuda`: NVIDIA GPUs. CUDA is not needed to build: its libraries are loaded at run time.
-//! - `hip`: AMD GPUs. ROCm is not needed to build. No AMD GPU has run these kernels yet; an emulator has. `docs/amd.md`
-//!   lists what was executed.
+//! - `hip`: AMD GPUs. ROCm is not needed to build. The kernels have run in an emulator, not yet on an AMD GPU.
+//!   `docs/amd.md` lists what was executed.
 //! - `parallel`: operators on several GPUs and machines. It enables `cuda`.
-//! - `tuning`: measurement of configurations (module `tuning`), and the tables of those that were measured. Without it,
-//!   a plan takes the configuration that the cost model predicts to be fastest.
+//! - `tuning`: the search for the fastest *configuration* (an algorithm with its parameters) by measurement (module
+//!   `tuning`), and tables of earlier results. Without it, a plan takes the configuration for which a formula, the
+//!   *cost model*, predicts the shortest time.
 //! - `threads`: work on the CPU is split over rayon's threads. Without it, work runs on the caller's thread only,
 //!   unless [`cpu::use_team`] provides others.
 
@@ -147,7 +150,7 @@ static BACKENDS: &[gpu::Backend] = &[
     hip::device::BACKEND,
 ];
 
-/// The operators that can be tuned. The key of a problem begins with the name of its operator.
+/// The operators that can be tuned. In the tuning tables, the key of an entry begins with the name of its operator.
 #[cfg(feature = "tuning")]
 static TUNABLE: &[tuning::TunableOperator] = &[
     tuning::TunableOperator::of::<Gelu>(),

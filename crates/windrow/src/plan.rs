@@ -32,27 +32,27 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The accuracy that a result must have. The planner takes only algorithms whose measured error against the f64 oracle
-/// is within this level.
+/// The accuracy that a result must have. [`Plan::new`] chooses only among algorithms that fulfil it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Accuracy {
     /// Algorithms that sum products directly, in f32: no Winograd transform, and no operand rounded to a lower
     /// precision.
     Exact,
-    /// A relative RMS error close to that of f32: at most 1e-5 at 256 input channels. It allows Winograd in f32, and
-    /// tensor cores with each f32 operand split into several numbers of lower precision.
+    /// A relative RMS error close to that of plain f32 sums, against the f64 oracle: for a convolution with 256 input
+    /// channels at most 1e-5. It allows Winograd in f32, and tensor cores with each f32 operand split into several
+    /// numbers of lower precision.
     #[default]
     Fp32,
     /// Operands may be rounded to TF32 (10-bit mantissa). Sums are in f32.
     Tf32,
-    /// Operands may be rounded to half precision. Sums are in f32.
+    /// Operands may be rounded to f16 or bf16. Sums are in f32.
     Half,
 }
 
 names! { Accuracy, "accuracy": Exact = "exact", Fp32 = "fp32", Tf32 = "tf32", Half = "half" }
 
-/// A switch: whether a plan checks each of its runs against the f64 oracle.
+/// A switch that says whether a plan compares the result of each run with the f64 oracle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verify {
     /// No check.
@@ -95,17 +95,17 @@ impl std::str::FromStr for Verify {
     }
 }
 
-/// The way in which a plan's configuration is chosen. Without the feature `tuning` there are no measurements: `Cached`
-/// acts like `Model`, and `Search` returns [`Error::Unsupported`].
+/// The way in which a plan's configuration (an algorithm with its parameters) is chosen. Without the feature `tuning`
+/// there are no measurements: `Cached` acts like `Model`, and `Search` returns [`Error::Unsupported`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Tuning {
     /// The configuration that the cost model chooses; measurements are ignored.
     Model,
-    /// The configuration that was found for this problem on this machine, else the one that ships with the library for
-    /// this device, else the cost model's. An entry found on this machine is used only with the device model, driver
-    /// and library version that it was measured with. A shipped entry is used with any driver. Each must be valid for
-    /// the problem.
+    /// The configuration that a search on this machine found for this spec. If there is none, the one that ships with
+    /// the library for this type of device. If there is none either, the cost model's. An entry found on this machine
+    /// is used only with the type of device, driver and library version that it was measured with. A shipped entry is
+    /// used with any driver. An entry that is not valid for the spec is ignored.
     #[default]
     Cached,
     /// The configuration found on this machine. If there is none, the candidates are measured while the plan is made,
@@ -116,16 +116,16 @@ pub enum Tuning {
     },
 }
 
-/// The rate at which the filter of a convolution changes.
+/// A hint for the cost model: whether the filter of a convolution changes between runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Filter {
-    /// A filter that seldom changes: it is packed once for many runs ([`Weights::Packed`](crate::Weights::Packed),
-    /// [`Weights::Cached`](crate::Weights::Cached)).
+    /// A filter that seldom changes. The time of packing it does not count when an algorithm is chosen. Runs should get
+    /// it as [`Weights::Packed`](crate::Weights::Packed) or [`Weights::Cached`](crate::Weights::Cached), so that it is
+    /// packed once for many runs.
     #[default]
     Kept,
-    /// A filter that changes with every run, as in training. The time of packing it is included when an algorithm is
-    /// chosen.
+    /// A filter that changes with every run, as in training. The time of packing it counts when an algorithm is chosen.
     Changing,
 }
 
@@ -135,18 +135,19 @@ pub enum Filter {
 pub struct PlanOptions {
     /// The device; every tensor of a run must be there.
     pub device: Device,
-    /// The number of CPU threads, at most 1024. `None` means [`cpu::num_threads`](crate::cpu::num_threads).
+    /// The number of CPU threads. Numbers above 1024 count as 1024. `None` means
+    /// [`cpu::num_threads`](crate::cpu::num_threads).
     pub threads: Option<NonZeroUsize>,
     /// Whether every run is checked against the oracle.
     pub verify: Verify,
     /// The way in which the configuration is chosen.
     pub tuning: Tuning,
-    /// The rate at which the filter changes; only [`Conv2dPlan`](crate::Conv2dPlan) uses it.
+    /// Whether the filter changes between runs; only [`Conv2dPlan`](crate::Conv2dPlan) uses it.
     pub filter: Filter,
-    /// The memory limit in bytes for the packed filter and the workspace of a convolution on a GPU together; `None` for
-    /// no limit. Winograd algorithms split the work into smaller pieces to stay below the limit. They are not chosen if
-    /// even the smallest pieces exceed it. Other algorithms ignore the limit. With a limit, the tuning tables are not
-    /// used, because their entries were measured without one.
+    /// The limit in bytes for the memory of a convolution on a GPU: the sum of packed filter and workspace. `None`
+    /// means no limit. Winograd algorithms split the work into smaller pieces to stay below the limit. They are not
+    /// chosen if even the smallest pieces exceed it. Other algorithms ignore the limit. With a limit, the tuning tables
+    /// are not used, because their entries were measured without one.
     pub memory: Option<usize>,
 }
 
@@ -161,7 +162,8 @@ setters! {
     }
 }
 
-/// The measured configuration, in a build without the feature `tuning`. There is none, and `Search` is an error.
+/// The measured configuration for a plan. Without the feature `tuning` there is none: the result is `None`, or an error
+/// for [`Tuning::Search`].
 #[cfg(not(feature = "tuning"))]
 pub(crate) fn decide<O: Tuned>(
     _: &O::Spec,
@@ -176,10 +178,10 @@ pub(crate) fn decide<O: Tuned>(
     }
 }
 
-/// Scratch memory that plans run in, and the stream on which their work is ordered.
+/// The temporary memory of runs, and the stream on which their work is ordered.
 ///
-/// Running a plan allocates nothing, so the workspace must be large enough for every plan that uses it.
-/// [`Workspace::for_sizes`] makes such a workspace. Plans that share a workspace run one after the other, on its
+/// A run takes its temporary memory from the workspace, so the workspace must be large enough for every plan that uses
+/// it. [`Workspace::for_sizes`] makes such a workspace. Plans that share a workspace run one after the other, on its
 /// stream.
 ///
 /// On the CPU a run is done when it returns. On a GPU a run is enqueued on the stream and may still be running when the
@@ -201,8 +203,9 @@ impl Workspace {
         Self::new(Device::Cpu, 0).expect("an empty workspace needs no memory")
     }
 
-    /// A workspace of `bytes` bytes. On a GPU it uses the device's legacy default stream. Runs on that stream and on
-    /// blocking streams of the same device are serialized. So a run sees what earlier runs wrote, even in another
+    /// A workspace of `bytes` bytes. On a GPU it uses the device's legacy default stream. The driver orders work on
+    /// that stream with work on every *blocking* stream of the device (one that was made without
+    /// `cudaStreamNonBlocking` or `hipStreamNonBlocking`). So a run sees what earlier runs wrote, even in another
     /// workspace. Concurrent runs and graph capture need another stream, because this one serializes runs and cannot be
     /// captured: see [`Workspace::on_stream`].
     ///
@@ -216,8 +219,7 @@ impl Workspace {
         Ok(Workspace { memory })
     }
 
-    /// One workspace for several plans: as large as the largest of their
-    /// `workspace_bytes()`.
+    /// One workspace for several plans: as large as the largest of their `workspace_bytes()`.
     ///
     /// # Errors
     /// As [`Workspace::new`].
@@ -245,12 +247,12 @@ impl Workspace {
         Self::on_shared(&Arc::new(unsafe { Stream::from_raw(device, stream)? }), bytes)
     }
 
-    /// A workspace on a stream, as by [`Workspace::on_stream`], in memory that the caller provides: `bytes` bytes at
+    /// A workspace like that of [`Workspace::on_stream`], in memory that the caller provides: `bytes` bytes at
     /// `memory`, for example from the program's own allocator. So runs can use that allocator's cached memory, and no
     /// second memory pool is needed.
     ///
     /// # Errors
-    /// [`Error::Parameter`] for memory that is not aligned to 256 bytes; else as [`Workspace::new`].
+    /// [`Error::Parameter`] for memory that is not aligned to 256 bytes; otherwise as [`Workspace::new`].
     ///
     /// # Safety
     /// As [`Workspace::on_stream`]. The memory must be on the device. Nothing else may use it until the workspace is
@@ -273,17 +275,17 @@ impl Workspace {
         Ok(Workspace { memory: Memory::Device { buffer, stream } })
     }
 
-    /// A workspace on a stream that other owners of the `Arc` use as well.
+    /// A workspace on a stream that other workspaces may share.
     pub(crate) fn on_shared(stream: &Arc<Stream>, bytes: usize) -> Result<Self> {
         let buffer = DeviceBuffer::new(stream, bytes)?;
         Ok(Workspace { memory: Memory::Device { buffer, stream: stream.clone() } })
     }
 
-    /// Sets the stream for all following runs; the caller owns it. Waits first for the runs that are still under way. A
-    /// workspace on the CPU is left unchanged.
+    /// Sets the stream for later runs. The caller owns the stream. The call first waits for the runs that have not
+    /// finished. A workspace on the CPU is left unchanged.
     ///
     /// # Errors
-    /// [`Error::Backend`] if work given to the stream before has failed.
+    /// [`Error::Backend`] if earlier work on the old stream has failed.
     ///
     /// # Safety
     /// `stream` must be a `cudaStream_t` or `hipStream_t` of this workspace's device that stays alive until another one

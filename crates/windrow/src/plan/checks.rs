@@ -3,11 +3,11 @@
 use crate::tensor::{check_device, check_dtype, check_optional_view, check_tensor};
 use crate::{DType, Device, Error, Result, TensorDesc, TensorMut, TensorRef};
 
-/// The largest number of tensors of a run, gradients included.
+/// The maximum number of tensors of a run, gradients included.
 const MOST: usize = 18;
 
-/// The checks of a run's tensors, one by one. Each must have the right type, shape and device. No output may share
-/// memory with a tensor that was checked before it.
+/// The checks of a run's tensors, made one after the other. Each tensor must have the right type, shape and device. An
+/// output must not share memory with a tensor that was checked earlier, so inputs are checked first.
 pub(crate) struct Checks {
     device: Device,
     /// The name of each tensor, and its addresses from the lowest to just past the highest.
@@ -29,7 +29,7 @@ impl Checks {
         Checks { device, seen: [("", None); MOST], len: 0 }
     }
 
-    /// Checks a tensor that is read. It must be given if and only if it was planned, and must agree with the plan.
+    /// Checks a tensor that is read. It must be given if and only if the plan has it, and must agree with the plan.
     pub(crate) fn read(
         &mut self,
         name: &'static str,
@@ -52,7 +52,7 @@ impl Checks {
         self.see(name, view.device(), view.address_range())
     }
 
-    /// Checks a tensor that is written. It must be given if and only if it was planned, and must agree with the plan.
+    /// Checks a tensor that is written. It must be given if and only if the plan has it, and must agree with the plan.
     pub(crate) fn write(
         &mut self,
         name: &'static str,
@@ -74,7 +74,7 @@ impl Checks {
         view.map_or(Ok(()), |view| self.see_written(name, view, over))
     }
 
-    /// Checks a gradient, if it is asked for. It may have any strides.
+    /// Checks a gradient, if it is given. It may have any strides.
     pub(crate) fn gradient(
         &mut self,
         name: &'static str,

@@ -1,4 +1,5 @@
-//! Configurations as text, such as `winograd_gemm_f4 tiles=36 vectors=4`, and parts of the keys of problems.
+//! Configurations as text, such as `winograd_gemm_f4 tiles=36 vectors=4`, and helper functions for the keys of the
+//! tuning tables.
 
 use crate::{Error, Layout, Result, TensorDesc};
 use std::fmt;
@@ -21,7 +22,8 @@ pub(crate) fn write(
 /// The algorithm's name, and the values of the parameters with these `names`.
 ///
 /// # Errors
-/// [`Error::Parameter`] for another parameter, one given twice, or a value that is no positive number.
+/// [`Error::Parameter`] if the text has a parameter that is not in `names`, a parameter twice, or a value that is not a
+/// positive number.
 pub(crate) fn parse<'a, const N: usize>(
     text: &'a str,
     names: [&str; N],

@@ -1,4 +1,4 @@
-//! The description of an operator as data. Everything around its kernels is written once, in [`Plan`](super::Plan).
+//! The traits that describe an operator. All code that is not specific to an operator is in [`Plan`](super::Plan).
 
 use crate::cpu::{Isa, resolve_threads};
 
@@ -9,13 +9,13 @@ use std::str::FromStr;
 
 use super::{Plan, PlanInputs};
 
-/// The largest number of tensors that an operator reads.
+/// The maximum number of tensors that an operator reads.
 pub const MAX_INPUTS: usize = 14;
 
 /// Views of the inputs of a run, in the order of [`Operator::INPUTS`]; `None` for an input that is not given.
 pub type Views<'a> = [Option<&'a TensorRef<'a>>; MAX_INPUTS];
 
-/// The [`Views`] of these inputs, filled up with `None`.
+/// The [`Views`] of these inputs, padded with `None`.
 pub(crate) fn views<'a, const N: usize>(given: [Option<&'a TensorRef<'a>>; N]) -> Views<'a> {
     std::array::from_fn(|i| given.get(i).copied().flatten())
 }
@@ -57,15 +57,15 @@ macro_rules! inputs {
 
 pub(crate) use inputs;
 
-/// An operator as data: what it reads, how it is configured, and what computes it.
+/// An operator: its inputs, its configurations, and the engines that compute it.
 pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
-    /// The name in reports, errors and keys.
+    /// The name in reports, errors and the keys of the tuning tables.
     const NAME: &'static str;
     /// The inputs of a run.
     const INPUTS: &'static [Input<Self::Spec>];
     /// The spec: what to compute.
     type Spec: Clone + Debug + Send + Sync;
-    /// The sizes of a spec that was checked.
+    /// The sizes of a checked spec.
     type Problem: Clone + Debug + Send + Sync;
     /// An algorithm with its parameters.
     type Configuration: Configuration;
@@ -76,21 +76,22 @@ pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
     /// The engine on GPUs.
     type Gpu: Engine<Self, Place = Device>;
 
-    /// The sizes of a spec, after every check that needs no data.
+    /// Checks everything that needs no data, and returns the sizes of the spec.
     fn problem(spec: &Self::Spec) -> Result<Self::Problem>;
 
-    /// The arguments in the order of the inputs.
+    /// Views of the arguments, in the order of [`Operator::INPUTS`].
     fn views<'a>(args: &'a Self::Args<'_>) -> Views<'a>;
 
-    /// The arguments made of views in the order of the inputs. The inputs that every spec has must be given.
+    /// The arguments made of views, in the order of [`Operator::INPUTS`]. The inputs that every spec has must be given.
     fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Self::Args<'a>;
 
-    /// The inputs that are views in these arguments; a packed filter is none.
+    /// The inputs that these arguments give as views. A packed filter is not a view.
     fn inputs(_: &Self::Args<'_>) -> &'static [Input<Self::Spec>] {
         Self::INPUTS
     }
 
-    /// The configuration that was measured for a spec; `None` for the cost model's.
+    /// The configuration that was measured to be fastest for a spec. `None` if there is none; then the cost model
+    /// chooses.
     fn tuned(_: &Self::Spec, _: &PlanOptions) -> Result<Option<Self::Configuration>> {
         Ok(None)
     }
@@ -128,7 +129,7 @@ pub trait Configuration:
     fn check(&self, options: &PlanOptions) -> Result<()>;
 }
 
-/// The facts that an engine is made from.
+/// The arguments for making an engine.
 pub struct Setup<'a, O: Operator, P> {
     /// The spec: what to compute.
     pub spec: &'a O::Spec,
@@ -136,7 +137,7 @@ pub struct Setup<'a, O: Operator, P> {
     pub problem: &'a O::Problem,
     /// The options of the plan.
     pub options: &'a PlanOptions,
-    /// The place: an instruction set or a GPU.
+    /// The target: an instruction set of the CPU, or a GPU.
     pub place: P,
 }
 
@@ -146,7 +147,7 @@ impl<O: Operator, P: Copy> Setup<'_, O, P> {
         resolve_threads(self.options.threads)
     }
 
-    /// [`Error::Unsupported`] unless an algorithm is one of `supported`.
+    /// Returns [`Error::Unsupported`] if `algorithm` is not in `supported`.
     pub(crate) fn require(
         &self,
         algorithm: Algorithm<O>,
@@ -158,7 +159,7 @@ impl<O: Operator, P: Copy> Setup<'_, O, P> {
         Err(self.unsupported(algorithm, supported))
     }
 
-    /// [`Error::Unsupported`] of an algorithm that is not one of `supported`.
+    /// The [`Error::Unsupported`] for an algorithm that is not in `supported`.
     pub(crate) fn unsupported(&self, algorithm: Algorithm<O>, supported: &[Algorithm<O>]) -> Error {
         let names: Vec<_> = supported.iter().map(ToString::to_string).collect();
         Error::unsupported(
@@ -168,12 +169,14 @@ impl<O: Operator, P: Copy> Setup<'_, O, P> {
     }
 }
 
-/// The engine of an operator on one kind of device: made once for a plan, run many times.
+/// The part of a plan that is specific to a kind of device, with the prepared kernels of the operator. It is made once
+/// for a plan and run many times.
 pub trait Engine<O: Operator>: Sized {
-    /// The type of the place: an instruction set or a GPU.
+    /// The type of the target: an instruction set of the CPU, or a GPU.
     type Place: Copy;
 
-    /// The algorithms that can compute a spec, at whatever accuracy, the fastest first.
+    /// The algorithms that can compute a spec, whatever their accuracy. Without a [`choose`](Self::choose) of its own,
+    /// an engine must return the fastest one first.
     fn algorithms(setup: &Setup<'_, O, Self::Place>) -> Result<Vec<Algorithm<O>>>;
 
     /// The algorithm that the cost model chooses.
@@ -193,20 +196,20 @@ pub trait Engine<O: Operator>: Sized {
     /// The size in bytes of the workspace that a run needs.
     fn workspace_bytes(&self) -> usize;
 
-    /// The facts that follow from the configuration: place, blocking, threads.
+    /// The part of [`Plan::explain`] after the configuration: target, block sizes, threads.
     fn explain(&self, plan: &Plan<O>) -> String;
 
-    /// The algorithms that a search may take.
+    /// The algorithms that a search may try: those that the spec's accuracy allows.
     fn candidates(setup: &Setup<'_, O, Self::Place>) -> Result<Vec<Algorithm<O>>> {
         Self::algorithms(setup)
     }
 
-    /// Configurations of an algorithm that are worth a try; first the one with the cost model's parameters.
+    /// The configurations of an algorithm that a search tries. The first one has the cost model's parameters.
     fn variants(_: &Setup<'_, O, Self::Place>, algorithm: Algorithm<O>) -> Vec<O::Configuration> {
         vec![O::Configuration::of(algorithm)]
     }
 
-    /// A configuration with all parameters that its plan would have.
+    /// The configuration with all parameters that a plan with it would have.
     fn complete(
         setup: &Setup<'_, O, Self::Place>,
         configuration: &O::Configuration,
@@ -214,7 +217,8 @@ pub trait Engine<O: Operator>: Sized {
         Ok(Self::new(setup, configuration)?.configuration())
     }
 
-    /// The time that the cost model expects, in any unit.
+    /// The run time that the cost model predicts. The unit depends on the engine, so only costs of the same engine can
+    /// be compared.
     fn cost(_: &Setup<'_, O, Self::Place>, _: &O::Configuration) -> Result<f64> {
         Ok(1.0)
     }
@@ -222,16 +226,17 @@ pub trait Engine<O: Operator>: Sized {
 
 /// An operator whose configurations are measured, and whose results can be compared in part.
 pub trait Tuned: Operator {
-    /// The data that runs of a search share beside their tensors.
+    /// The data that all runs of a search share in addition to their tensors, for example packed filters.
     type SearchData: Default;
 
     /// The output.
     fn y(spec: &Self::Spec) -> &TensorDesc;
 
-    /// The spec with dense tensors that a search measures in place of `spec`.
+    /// The spec that a search measures in place of `spec`: its tensors are dense.
     fn plain(spec: &Self::Spec, options: &PlanOptions) -> Result<Self::Spec>;
 
-    /// The key of a plain spec: what it computes, in words and numbers, and on the CPU the number of threads.
+    /// The key of a [`plain`](Self::plain) spec in the tuning tables: its types, sizes and options as text, and on the
+    /// CPU the number of threads.
     fn key(spec: &Self::Spec, options: &PlanOptions) -> String;
 
     /// The range of the numbers with which a search fills an input.
@@ -246,7 +251,7 @@ pub trait Tuned: Operator {
         Ok(())
     }
 
-    /// A run of a plain spec.
+    /// Runs a plan of a [`plain`](Self::plain) spec.
     fn run(
         bound: &PlanInputs<'_, Self>,
         kept: &Self::SearchData,
@@ -257,8 +262,8 @@ pub trait Tuned: Operator {
     /// The comparison of a run's `y` with the oracle.
     fn compare(plan: &Plan<Self>, args: &Self::Args<'_>, y: &TensorRef<'_>) -> Result<Comparison>;
 
-    /// The comparison of the first and last slices of `y` with the oracle. `None` as `count` means as many slices as a
-    /// search compares.
+    /// The comparison of the first `count` and the last `count` slices of `y` with the oracle (see
+    /// [`Plan::compare_ends`]). `None` means as many slices as a search compares.
     fn compare_ends(
         plan: &Plan<Self>,
         args: &Self::Args<'_>,

@@ -1,10 +1,10 @@
-//! An owned tensor in the memory of a device.
+//! A tensor that owns memory on a device.
 
 use super::Workspace;
 use crate::gpu::{self, DeviceTensor};
 use crate::{Device, Result, Tensor, TensorDesc, TensorMut, TensorRef, cpu};
 
-/// A tensor that owns its memory, on the device that plans run on.
+/// A tensor that owns memory on a given device: the CPU or a GPU.
 ///
 /// ```
 /// use windrow::{Device, Placed, Tensor};
@@ -95,7 +95,7 @@ impl Placed {
         }
     }
 
-    /// The bytes of the elements, and those between them.
+    /// All bytes of the tensor's memory, including gaps between elements.
     pub(crate) fn bytes(&self) -> Result<Vec<u8>> {
         Ok(match &self.0 {
             Memory::Host(tensor) => tensor.as_bytes().to_vec(),
@@ -103,7 +103,7 @@ impl Placed {
         })
     }
 
-    /// The tensor in main memory, once all work on the device is done.
+    /// The tensor in main memory. On a GPU, the call waits for the device's work and copies the tensor.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::Backend`](crate::Error::Backend).

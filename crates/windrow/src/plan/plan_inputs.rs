@@ -27,7 +27,7 @@ impl<'a, O: Tuned> PlanInputs<'a, O> {
     }
 }
 
-/// The inputs of a run in memory of their own, for random and listed cases.
+/// The inputs of a run, with memory that this structure owns, for the listed and random test cases of `windrow verify`.
 pub(crate) struct HeldInputs<O: Operator> {
     /// The tensors in the order of [`Operator::INPUTS`].
     held: Vec<Option<Held>>,
@@ -35,7 +35,7 @@ pub(crate) struct HeldInputs<O: Operator> {
 }
 
 impl<O: Operator> HeldInputs<O> {
-    /// The inputs that a spec has. `make` makes each from its name and descriptor.
+    /// Makes the inputs of a spec. `make` makes one input from its name and descriptor.
     pub(crate) fn new(
         spec: &O::Spec,
         mut make: impl FnMut(&'static str, TensorDesc) -> Result<Held>,
@@ -52,7 +52,10 @@ impl<O: Operator> HeldInputs<O> {
         O::args(&views)
     }
 
-    /// An input that the spec has.
+    /// The input with this name.
+    ///
+    /// # Panics
+    /// If the spec does not have it.
     pub(crate) fn get_mut(&mut self, name: &str) -> &mut Held {
         let mut inputs = O::INPUTS.iter().zip(&mut self.held);
         let found = inputs.find(|(input, _)| input.name == name);

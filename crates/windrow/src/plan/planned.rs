@@ -1,4 +1,4 @@
-//! A spec bound to a device and an algorithm.
+//! The plan of any operator: a checked spec, bound to a device and an algorithm.
 
 use super::checks::Checks;
 use super::operator::{Algorithm, Configuration, Engine, Operator, Setup, Tuned};
@@ -11,11 +11,22 @@ use crate::tuning::{Report, Search};
 use crate::verification::{Check, Comparison, require};
 use crate::{Device, PlanOptions, Result, TensorRef, Verify, Workspace};
 
-/// A spec that was checked and bound to a device, with an algorithm: made once, run many times. Running it
-/// allocates nothing.
+/// A checked spec that is bound to a device, with an algorithm and its prepared kernels. A plan is made once and run
+/// many times.
 ///
-/// [`GeluPlan`](crate::GeluPlan), [`CausalConv1dPlan`](crate::CausalConv1dPlan),
-/// [`CausalConv1dUpdatePlan`](crate::CausalConv1dUpdatePlan) and [`Conv2dPlan`](crate::Conv2dPlan) are plans.
+/// The type aliases [`GeluPlan`](crate::GeluPlan), [`CausalConv1dPlan`](crate::CausalConv1dPlan),
+/// [`CausalConv1dUpdatePlan`](crate::CausalConv1dUpdatePlan),
+/// [`CausalConv1dServingPlan`](crate::CausalConv1dServingPlan) and [`Conv2dPlan`](crate::Conv2dPlan) name the plans of
+/// the operators.
+///
+/// # Memory
+///
+/// A run allocates no memory for data: its tensors and its workspace are the caller's. There are these exceptions:
+///
+/// - With [`Verify::On`](crate::Verify::On), a run allocates what the comparison with the oracle needs.
+/// - With a [`FilterCache`](crate::FilterCache), a run allocates the packed filter if the cache does not have it yet.
+/// - On a GPU, the first run with index tensors allocates a record of some bytes, once per device, in which kernels
+///   report wrong indices. The first run of a gradient loads its kernels.
 #[derive(Clone, Debug)]
 pub struct Plan<O: Operator> {
     pub(crate) spec: O::Spec,
@@ -25,7 +36,7 @@ pub struct Plan<O: Operator> {
     pub(crate) backend: Backend<O::Cpu, O::Gpu>,
 }
 
-/// The engine of a plan, by the kind of its device.
+/// The engine of a plan: the one for the CPU or the one for GPUs.
 #[derive(Clone, Debug)]
 pub enum Backend<C, G> {
     /// The CPU.
@@ -34,8 +45,8 @@ pub enum Backend<C, G> {
     Gpu(G),
 }
 
-/// Calls a function of the operator's engine for the device of the options. This macro and `Plan::on_isa` look at the
-/// kind of that device.
+/// Calls a function of the operator's engine for the device of the options. Only this macro and `Plan::on_isa`
+/// distinguish the kinds of devices.
 macro_rules! on_device {
     ($operator:ident::$function:ident, $spec:expr, $problem:expr, $options:expr $(, $more:expr)*) => {
         match $options.device {
@@ -69,8 +80,8 @@ macro_rules! engine {
 pub(crate) use engine;
 
 impl<O: Operator> Plan<O> {
-    /// A plan with the configuration that is chosen as [`PlanOptions::tuning`] says, among the algorithms that the spec
-    /// allows.
+    /// A plan whose configuration is chosen: [`PlanOptions::tuning`] says how. Only algorithms that the spec's accuracy
+    /// allows are considered.
     ///
     /// # Errors
     /// For a wrong spec [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape),
@@ -78,7 +89,8 @@ impl<O: Operator> Plan<O> {
     /// [`Error::OverlappingOutput`](crate::Error::OverlappingOutput),
     /// [`Error::SizeOverflow`](crate::Error::SizeOverflow), [`Error::Unsupported`](crate::Error::Unsupported). On a GPU
     /// [`Error::NoDevice`](crate::Error::NoDevice), and [`Error::Backend`](crate::Error::Backend) if kernels cannot be
-    /// compiled or loaded. With [`Tuning::Search`](crate::Tuning::Search) also the errors of a run.
+    /// compiled or loaded. With [`Tuning::Search`](crate::Tuning::Search) also the errors of a run, and
+    /// [`Error::Unsupported`](crate::Error::Unsupported) in a build without the feature `tuning`.
     pub fn new(spec: &O::Spec, options: &PlanOptions) -> Result<Self> {
         let problem = O::problem(spec)?;
         if let Some(tuned) = O::tuned(spec, options)? {
@@ -88,7 +100,7 @@ impl<O: Operator> Plan<O> {
         Self::with_algorithm(spec, algorithm, options)
     }
 
-    /// The algorithm that [`Plan::new`] takes, found without compiling or loading its kernels.
+    /// The algorithm that [`Plan::new`] chooses. No kernels are compiled or loaded to find it.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -130,7 +142,7 @@ impl<O: Operator> Plan<O> {
         Self::on_isa(spec, configuration, options, Isa::best())
     }
 
-    /// The plan as by [`Plan::with_configuration`]; on the CPU it uses the instructions of `isa`.
+    /// A plan like that of [`Plan::with_configuration`]. On the CPU it uses the instruction set `isa`.
     pub(crate) fn on_isa(
         spec: &O::Spec,
         configuration: &O::Configuration,
@@ -156,8 +168,8 @@ impl<O: Operator> Plan<O> {
         Ok(plan)
     }
 
-    /// The algorithms that can compute this spec on a device, at whatever accuracy, the fastest first. The list is
-    /// empty if the spec is wrong.
+    /// The algorithms that can compute this spec on a device, whatever their accuracy, in no particular order. The list
+    /// is empty if the spec is wrong.
     pub fn algorithms(
         spec: &O::Spec,
         device: Device,
@@ -192,7 +204,8 @@ impl<O: Operator> Plan<O> {
         engine!(self, engine => engine.workspace_bytes())
     }
 
-    /// The configuration, device, blocking and threads (or launch) in one line.
+    /// One line of text with the configuration, the device, and how the work is divided: block sizes and threads on the
+    /// CPU, the launch on a GPU.
     pub fn explain(&self) -> String {
         let how = engine!(self, engine => engine.explain(self));
         format!("{} by {}{how}", O::NAME, self.configuration())
@@ -207,14 +220,14 @@ impl<O: Operator> Plan<O> {
         Ok(checks)
     }
 
-    /// Checks the inputs as [`Plan::check_inputs`], and the device of the workspace.
+    /// Checks the inputs as [`Plan::check_inputs`] does, and the device of the workspace.
     pub(crate) fn check_run(&self, args: &O::Args<'_>, workspace: &Workspace) -> Result<Checks> {
         check_device("workspace", workspace.device(), self.options.device)?;
         self.check_inputs(args)
     }
 
-    /// Calls `run`. If the plan verifies its runs, `before` first copies what the oracle needs and the run may
-    /// overwrite, and `checks` then compares the result with the oracle.
+    /// Calls `run`. With [`Verify::On`] it also calls `before` and `checks`. `before` copies the inputs that the run
+    /// may overwrite, because the oracle needs them. `checks` compares the result with the oracle.
     pub(crate) fn verified<T, W>(
         &self,
         written: &mut W,
@@ -235,8 +248,8 @@ impl<O: Operator> Plan<O> {
 
 #[cfg(not(feature = "tuning"))]
 impl<O: Tuned> Plan<O> {
-    /// The algorithms that compute the spec, each with the cost model's parameters, the fastest first. Other parameters
-    /// are tried only with the feature `tuning`.
+    /// The algorithms that compute the spec, each with the cost model's parameters, in no particular order. Other
+    /// parameters are tried only with the feature `tuning`.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -257,9 +270,9 @@ impl<O: Tuned> Plan<O> {
         search::configurations::<O>(spec, options)
     }
 
-    /// Measures the configurations on tensors of its own, compares the result of the fastest one with the oracle, and
-    /// saves that configuration for plans with [`Tuning::Cached`](crate::Tuning::Cached). The tensors are dense, with
-    /// their dimensions in the spec's order.
+    /// Measures the configurations on tensors that it makes, compares the result of the fastest one with the oracle,
+    /// and saves that configuration for plans with [`Tuning::Cached`](crate::Tuning::Cached). The tensors are dense,
+    /// with their dimensions in the spec's order.
     ///
     /// # Errors
     /// As [`Plan::new`], and the errors of a run of the cost model's choice.
@@ -293,8 +306,10 @@ impl<O: Tuned> Plan<O> {
         O::compare(self, args, y)
     }
 
-    /// Compares as [`Plan::compare`], but only the first and the last `count` rows or channels, for results that are
-    /// too large for the oracle.
+    /// Compares as [`Plan::compare`] does, but only the first `count` and the last `count` slices of `y`, for results
+    /// that are too large for the oracle. A slice is an output channel, for GELU an entry of the first dimension. Of a
+    /// batch of images, the first channels of the first image and the last channels of the last one are compared, or
+    /// all channels of both if the convolution has groups.
     ///
     /// # Errors
     /// As [`Plan::compare`].

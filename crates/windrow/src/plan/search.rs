@@ -7,17 +7,18 @@ use crate::cpu::{Isa, resolve_threads};
 use crate::tuning::{self, Benchmark, Report, Search, Tunable, random_input};
 use crate::{Device, Placed, PlanOptions, Result, Tuning, Verify, Workspace};
 
-/// The limit for trying all parameters of an algorithm: its expected time, as a multiple of the fastest algorithm's.
-/// Above the limit only the cost model's parameters are tried, because no others make up for so much.
+/// The limit for trying all parameters of an algorithm: its predicted time, divided by that of the fastest algorithm.
+/// Above the limit only the cost model's parameters are tried, because better parameters do not make an algorithm twice
+/// as fast.
 const HOPELESS: f64 = 2.0;
 
-/// A spec for which the fastest configuration is searched, with dense tensors.
+/// The search for the fastest configuration of a spec. It measures with dense tensors.
 pub(crate) struct SearchTask<O: Operator> {
     spec: O::Spec,
     problem: O::Problem,
     options: PlanOptions,
-    /// The spec with the user's strides. An algorithm must support these too: strides of dimensions of size 1 may be
-    /// too large for a kernel.
+    /// The spec with the user's strides. A candidate must support these too, because a kernel may reject strides that
+    /// the dense tensors do not have, for example a very large stride of a dimension of size 1.
     given: O::Spec,
 }
 
@@ -37,7 +38,8 @@ impl<O: Tuned> SearchTask<O> {
         Ok(all)
     }
 
-    /// The configuration with all parameters of its plan, so that a configuration written in two ways is one candidate.
+    /// The configuration with all parameters of its plan, so that two configurations with the same effect are one
+    /// candidate.
     fn complete(&self, configuration: &O::Configuration) -> Result<O::Configuration> {
         on_device!(O::complete, &self.spec, &self.problem, &self.options, configuration)
     }
@@ -143,7 +145,7 @@ pub(super) fn tune<O: Tuned>(
     tuning::tune(&SearchTask::<O>::new(spec, options)?, how).map(|(_, report)| report)
 }
 
-/// The runs of candidates, on tensors that they share.
+/// The plans of the candidates, and the tensors that all of them use.
 pub(crate) struct CandidateRuns<'a, O: Tuned> {
     problem: &'a SearchTask<O>,
     candidates: &'a [O::Configuration],
@@ -155,8 +157,8 @@ pub(crate) struct CandidateRuns<'a, O: Tuned> {
     pub(crate) y: Placed,
 }
 
-/// The plan of a prepared candidate, with its inputs. The parameters are single fields of [`CandidateRuns`], so that
-/// the other fields can be borrowed mutably.
+/// The plan of a prepared candidate, with its inputs. The function takes two fields of [`CandidateRuns`] in place of
+/// `self`, so that the caller can borrow the other fields mutably.
 fn bound<'a, O: Tuned>(
     plans: &'a [Option<Plan<O>>],
     inputs: &'a [Option<Placed>],

@@ -1,4 +1,4 @@
-//! Search results on disk: one JSON file for each model of device.
+//! Search results on disk: one JSON file, the *table*, for each type of device.
 
 use super::VERSION;
 use super::device::DeviceModel;
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// The maximum size in bytes of a table that is read; a larger file is ignored. It is enough for some hundred thousand
+/// The maximum size in bytes of a table that is read; a larger file is ignored. It is enough for a few hundred thousand
 /// entries.
 const TABLE_LIMIT: u64 = 64 << 20;
 
@@ -24,15 +24,15 @@ const PATIENCE: Duration = Duration::from_secs(5);
 #[serde(deny_unknown_fields)]
 pub(crate) struct Entry {
     pub(crate) configuration: String,
-    /// Median time of a call.
+    /// The median time of a call in milliseconds.
     pub(crate) ms: f64,
-    /// The choice of the cost model.
+    /// The cost model's choice.
     pub(crate) model: String,
-    /// The median time of a call of the cost model's choice, in the same search.
+    /// The median time of a call of the cost model's choice in milliseconds, in the same search.
     pub(crate) model_ms: f64,
 }
 
-/// Entries by the name of the problem.
+/// Entries by the key of the problem.
 pub(crate) type Entries = BTreeMap<String, Entry>;
 
 /// A table as a JSON file. Entries are parsed one by one, so a damaged entry does not affect the others.
@@ -77,8 +77,8 @@ impl Table {
     }
 }
 
-/// The folder of the tables: `WINDROW_TUNE_CACHE` if set, else `tuning` in the user's cache folder. `None` if there is
-/// no such place, and in unit tests, which must not depend on what was tuned on the machine.
+/// The folder of the tables: `WINDROW_TUNE_CACHE` if set, otherwise `tuning` in the user's cache folder. `None` if
+/// there is no such place, and in unit tests, which must not depend on what was tuned on the machine.
 pub(crate) fn directory() -> Option<PathBuf> {
     folder::from_env("WINDROW_TUNE_CACHE")
         .or_else(|| folder::cache().filter(|_| !cfg!(test)).map(|d| d.join("tuning")))
@@ -109,7 +109,7 @@ pub(crate) fn load(directory: &Path, device: &DeviceModel) -> Entries {
     Entries::new()
 }
 
-/// Adds entries to a device's file; what is there for other problems stays. The file is replaced atomically under a
+/// Adds entries to a device's file. Its entries for other problems are kept. The file is replaced atomically under a
 /// lock, so other processes may read it and add to it at the same time. Returns all entries.
 pub(crate) fn store(directory: &Path, device: &DeviceModel, new: &Entries) -> io::Result<Entries> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
@@ -132,7 +132,7 @@ pub(crate) fn store(directory: &Path, device: &DeviceModel, new: &Entries) -> io
     Ok(entries)
 }
 
-/// The file with an exclusive lock. Waits for it, at most [`PATIENCE`].
+/// The file with an exclusive lock. Waits for the lock for at most [`PATIENCE`].
 fn take(path: &Path, file: File) -> io::Result<File> {
     let start = Instant::now();
     loop {
@@ -150,7 +150,7 @@ fn take(path: &Path, file: File) -> io::Result<File> {
     }
 }
 
-/// The tuning entries for a device, as this process has them.
+/// The tuning entries for a device, as loaded in this process.
 #[derive(Debug)]
 pub(crate) struct Known {
     pub(crate) device: DeviceModel,
@@ -192,7 +192,7 @@ impl Known {
         Ok(known)
     }
 
-    /// Everything that was found on this machine.
+    /// All entries that were found on this machine.
     pub(crate) fn user(&self) -> Entries {
         self.user.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -214,10 +214,10 @@ impl Known {
         self.shipped.get(key).map(|entry| entry.configuration.as_str())
     }
 
-    /// Keeps entries in this process, and writes them to the device's file if there is a folder for it.
+    /// Saves entries in this process, and in the device's file if there is a folder for it.
     ///
     /// # Errors
-    /// An I/O error if the table cannot be written. The entries are still kept in this process.
+    /// An I/O error if the table cannot be written. The entries are still saved in this process.
     pub(crate) fn remember(&self, new: Entries) -> io::Result<()> {
         let stored = directory().map(|directory| store(&directory, &self.device, &new)).transpose();
         let mut user = self.user.write().unwrap_or_else(PoisonError::into_inner);

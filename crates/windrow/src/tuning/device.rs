@@ -5,7 +5,8 @@ use crate::gpu::Gpu;
 use crate::{Device, Result};
 use serde::{Deserialize, Serialize};
 
-/// A device model, with the instruction set or the driver version, because speed depends on these too.
+/// A type of device (a product, not a single device), with the instruction set or the driver version, because speed
+/// depends on these too.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct DeviceModel {
@@ -19,7 +20,7 @@ pub(crate) struct DeviceModel {
 }
 
 impl DeviceModel {
-    /// The model of a device of this machine.
+    /// The type of a device of this machine.
     ///
     /// # Errors
     /// [`crate::Error::NoDevice`], [`crate::Error::Backend`].

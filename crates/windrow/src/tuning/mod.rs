@@ -1,8 +1,10 @@
 //! The choice of a configuration: by a cost model, from earlier measurements, or by a search.
 //!
-//! A configuration is an algorithm with its parameters, as [`Conv2dConfiguration`](crate::Conv2dConfiguration).
-//! `Plan::tune` measures all candidates of a problem and saves the winner in a file for this model of device. Plans
-//! with [`Tuning::Cached`] read it from there.
+//! A configuration is an algorithm with its parameters, for example
+//! [`Conv2dConfiguration`](crate::Conv2dConfiguration). [`Plan::tune`](crate::Plan::tune) measures the candidates for a
+//! spec, within a time budget, and saves the winner in a file, the *table* of this type of device. Plans with
+//! [`Tuning::Cached`] read it from there. [`table_path`] says where the file is. [`export`] and [`import`] move tables
+//! between machines.
 
 pub(crate) mod cache;
 mod device;
@@ -24,7 +26,7 @@ use std::str::FromStr;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// A problem of an operator, as the search needs it.
+/// The interface of a search to a problem: a spec with plan options and, on the CPU, a number of threads.
 pub(crate) trait Tunable {
     type Configuration: Copy + PartialEq + Display + FromStr<Err = Error>;
 
@@ -41,7 +43,7 @@ pub(crate) trait Tunable {
     fn clock(&self) -> Box<dyn Clock> {
         Box::new(SystemClock::new())
     }
-    /// The object that prepares, runs and verifies these candidates.
+    /// The object that prepares, runs and verifies `candidates`.
     fn benchmark<'a>(
         &'a self,
         candidates: &'a [Self::Configuration],
@@ -52,15 +54,16 @@ pub(crate) trait Tunable {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Report {
-    /// The problem that was computed.
+    /// The key of the problem in a table: operator, types, sizes and options.
     pub problem: String,
     /// The candidates, the cost model's choice first.
     pub candidates: Vec<Measured>,
-    /// The index of the fastest candidate in `candidates`.
+    /// The index of the winner in `candidates`: the fastest candidate that is correct, and faster than the first
+    /// candidate by more than the noise and by at least 2 %. If there is none, it is the first candidate.
     pub chosen: usize,
     /// The reason why the search ended.
     pub stop: Stop,
-    /// The error message if saving the winner failed. `None` if it was saved, or if nothing had to be saved.
+    /// The error message if the winner could not be saved. `None` if it was saved, or if nothing had to be saved.
     pub not_kept: Option<String>,
 }
 
@@ -72,7 +75,7 @@ pub struct Measured {
     pub configuration: String,
     /// The predicted run time, divided by that of the first candidate.
     pub expected: f64,
-    /// Median seconds of a call; `None` if it was not measured.
+    /// The median seconds of a call; `None` if the candidate was not measured.
     pub seconds: Option<f64>,
     /// The number of measurements.
     pub samples: usize,
@@ -81,12 +84,12 @@ pub struct Measured {
 }
 
 impl Report {
-    /// The fastest candidate.
+    /// The winner, at [`Report::chosen`].
     pub fn winner(&self) -> &Measured {
         &self.candidates[self.chosen]
     }
 
-    /// The candidate that the cost model prefers; in a report of given configurations the first one.
+    /// The first candidate: the cost model's choice or, if the caller gave the configurations, the first of them.
     pub fn model(&self) -> &Measured {
         &self.candidates[MODEL]
     }
@@ -100,8 +103,8 @@ impl Report {
     }
 }
 
-/// The configuration that a plan should take; `None` for the cost model's. `problem` is called only if a table has
-/// entries or a search is asked for.
+/// The configuration that a plan should use; `None` for the cost model's choice. `problem` is called only if a table
+/// has entries, or for [`Tuning::Search`].
 ///
 /// # Errors
 /// Errors of a search; [`Error::NoDevice`] or [`Error::Backend`] if the device cannot be used.
@@ -176,7 +179,7 @@ pub(crate) fn measure<T: Tunable>(
     })
 }
 
-/// Measures all candidates and keeps the winner.
+/// Measures the candidates and saves the winner.
 ///
 /// # Errors
 /// Errors of making and running the cost model's choice.
@@ -212,7 +215,7 @@ pub(crate) fn random_input(seed: u64, desc: TensorDesc, low: f64, high: f64) -> 
     Ok(tensor)
 }
 
-/// The file that keeps the table of a device; `None` if there is no folder for it.
+/// The file with the table of a device; `None` if there is no folder for it.
 ///
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Backend`].
@@ -230,13 +233,13 @@ pub fn export(device: Device) -> Result<String> {
     Ok(cache::print(&known.device, &known.user()))
 }
 
-/// Merges the entries of a table into the file for the device model that the table names. An entry for the same problem
-/// replaces the old one. A process that has already looked up a configuration for such a device, this one included,
-/// does not see the new entries. An entry is skipped with a warning if its operator or its configuration is unknown to
-/// this version. Returns the number of entries that were merged.
+/// Merges the entries of a table into the file for the type of device that the table names. An entry for the same
+/// problem replaces the old one. A process that has already looked up a configuration for such a device, this one
+/// included, does not see the new entries. An entry is skipped with a warning if its operator or its configuration is
+/// unknown to this version. Returns the number of entries that were merged.
 ///
 /// # Errors
-/// [`Error::Parameter`] if the text is no table of this library version, or the table cannot be written.
+/// [`Error::Parameter`] if the text is not a table of this version of the library, or if the table cannot be written.
 pub fn import(table: &str) -> Result<usize> {
     let expected = "a table that `windrow tune --export` of the same version wrote";
     let (device, mut entries) =
@@ -269,7 +272,7 @@ fn is_known(problem: &str, configuration: &str) -> bool {
     operator.is_some_and(|operator| (operator.is_configuration)(configuration))
 }
 
-/// An operator as the tables see it.
+/// What the tables need to know of an operator.
 pub(crate) struct TunableOperator {
     name: &'static str,
     /// The test whether a text is a configuration of the operator.

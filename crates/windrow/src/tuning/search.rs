@@ -80,7 +80,7 @@ pub enum Stop {
 pub(crate) struct Outcome {
     /// Seconds of a call, for each candidate in the order measured.
     pub(crate) samples: Vec<Vec<f64>>,
-    /// For each candidate, the reason why it was left out or rejected, if it was.
+    /// For each candidate, the reason why it was rejected, if it was.
     pub(crate) refused: Vec<Option<String>>,
     pub(crate) chosen: usize,
     pub(crate) stop: Stop,
@@ -91,15 +91,15 @@ pub(crate) const MODEL: usize = 0;
 /// The target duration of a measurement in seconds. A shorter call is repeated to reach it.
 const MEASUREMENT_SECONDS: f64 = 1e-3;
 const MAX_TIMES: f64 = 10_000.0;
-/// The factor by which a candidate's first calls must be slower than the best for it to be dropped at once.
+/// A candidate whose first calls are slower than the best by more than this factor is dropped at once.
 const HOPELESS: f64 = 4.0;
 /// The minimum number of passes of a round.
 const MIN_ROUND: usize = 3;
 /// The maximum number of passes of a round.
 const MAX_ROUND: usize = 30;
-/// The number of measurements from which two candidates are compared.
+/// The minimum number of measurements of a candidate before it can be dropped as slower, or decide the search.
 const ENOUGH: usize = 7;
-/// A smaller gain over the cost model's choice is not worth another configuration.
+/// The minimum relative gain over the cost model's choice. A smaller gain is not worth another configuration.
 const MIN_GAIN: f64 = 0.02;
 
 /// The median of a candidate's measurements, and its uncertainty.
@@ -250,8 +250,8 @@ impl State<'_> {
         Spread::of(&self.samples[i]).map_or(f64::INFINITY, |s| s.median)
     }
 
-    /// Drops the slower half of the candidates in each round until the cost model's choice and one more are left, and
-    /// then until these two can be told apart.
+    /// Drops the slower half of the candidates in each round until the cost model's choice and one more are left. Then
+    /// it measures until these two can be told apart, or until the round ends; then they count as equal.
     fn halve(&mut self, mut live: Vec<usize>) -> Result<Stop> {
         if live.len() == 1 {
             for _ in 0..ENOUGH {
@@ -286,8 +286,8 @@ impl State<'_> {
         Ok(Stop::Decided)
     }
 
-    /// Drops candidates that are slower than the best by more than the spread; true if none but the best and the cost
-    /// model's choice is left, and these are told apart.
+    /// Drops candidates that are slower than the best by more than the spread; true if only the best and the cost
+    /// model's choice are left, and these can be told apart.
     fn drop_slow(&self, live: &mut Vec<usize>) -> bool {
         let spread = |i: usize| {
             (self.samples[i].len() >= ENOUGH).then(|| Spread::of(&self.samples[i])).flatten()
@@ -317,8 +317,8 @@ impl State<'_> {
         Ok(Stop::Exhausted)
     }
 
-    /// The fastest candidate that is faster than the cost model's choice beyond doubt and whose result is right; else
-    /// the cost model's choice.
+    /// The fastest candidate that is faster than the cost model's choice by more than the noise and by at least 2 %,
+    /// and whose result is right; otherwise the cost model's choice.
     fn accept(&mut self) -> Result<usize> {
         let Some(model) = Spread::of(&self.samples[MODEL]) else { return Ok(MODEL) };
         let mut faster: Vec<(usize, Spread)> = (1..self.samples.len())
