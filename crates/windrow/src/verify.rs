@@ -1,7 +1,7 @@
-//! Comparison of results with the f64 oracles, and the lists of what there is to compare.
+//! Comparison of results with the f64 oracles, and the lists of all test cases.
 //!
-//! The lists of operators for [`cases`] and [`random_case`] are here: no other module of this crate except `lib.rs`
-//! knows all operators.
+//! The lists of operators for [`cases`] and [`random_case`] are here, because only this module, its submodule
+//! `coverage` and `lib.rs` may import operators.
 
 mod coverage;
 
@@ -14,11 +14,13 @@ use crate::verification::choices::mix;
 use crate::verification::random::{Run, trial};
 use crate::{Device, causal_conv1d, conv2d, gelu};
 
-/// The functions that make the cases, one for each operator.
+/// The functions that make the cases, one for each operator. The cases of decoding and serving are those of causal
+/// conv1d.
 const CASES: [fn(Device) -> Vec<Case>; 3] =
     [gelu::verify::cases, causal_conv1d::verify::cases, conv2d::verify::cases];
 
-/// Operators and their random cases, in the order in which cases take turns.
+/// Operators and their functions for random cases. Case `i` uses entry `i` modulo the length, so an operator that is
+/// listed twice gets twice as many cases. Decoding and serving are parts of causal conv1d with names of their own.
 const OPERATORS: [(&str, Run); 7] = [
     ("conv2d", conv2d::random::run),
     ("causal_conv1d", causal_conv1d::random::run),
@@ -34,13 +36,13 @@ pub fn cases(device: Device) -> Vec<Case> {
     CASES.iter().flat_map(|cases| cases(device)).collect()
 }
 
-/// The operator that [`random_case`] tries with this number.
+/// The name of the operator that [`random_case`] tries for this case.
 pub fn operator_of_case(case: u64) -> &'static str {
     OPERATORS[(case % OPERATORS.len() as u64) as usize].0
 }
 
-/// Makes case `case` of the endless row that belongs to `seed`, runs it on `device`, on the CPU with every
-/// instruction set that it has, and compares all results with the oracle. The same arguments make the same
+/// Makes case number `case` of the sequence of cases that `seed` defines. Runs it on `device` (on the CPU once with
+/// each instruction set that the CPU has), and compares all results with the oracle. The same arguments make the same
 /// case on every machine.
 pub fn random_case(seed: u64, case: u64, device: Device) -> Outcome {
     let mut choices = Choices::from_seed(mix(mix(seed).wrapping_add(case)));
@@ -48,10 +50,11 @@ pub fn random_case(seed: u64, case: u64, device: Device) -> Outcome {
     trial(run, &mut choices, device)
 }
 
-/// One case of `operator` on the CPU, with decisions from `choices`: for fuzzers.
+/// Runs and checks one case of `operator` on the CPU. The random decisions come from `choices`, for example from the
+/// bytes of a fuzzer.
 ///
 /// # Panics
-/// If a result is wrong, and for an operator that is none.
+/// If a result is wrong, or if there is no operator of this name.
 pub fn try_choices(operator: &str, mut choices: Choices<'_>) {
     let found = OPERATORS.iter().find(|(name, _)| *name == operator);
     let (_, run) = found.unwrap_or_else(|| panic!("no operator {operator}"));
@@ -64,7 +67,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Cases of a seed of their own, on every instruction set; `windrow verify --random` tries others.
+    /// Cases of a fixed seed, on every instruction set; `windrow verify --random` tries others.
     #[test]
     fn random_cases_pass() {
         for case in 0..240 {

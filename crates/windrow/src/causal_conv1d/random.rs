@@ -214,7 +214,7 @@ fn results(trial: &mut Trial, lane: Lane, sample: &mut Sample, asked: [bool; 4])
     let outputs = [Some(&mut sample.y), sample.final_states.as_mut()].into_iter().flatten();
     for held in outputs.chain(grads) {
         trial.result(lane, "an output", held)?;
-        held.forget()?;
+        held.fill_nan()?;
     }
     Ok(())
 }

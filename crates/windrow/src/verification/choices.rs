@@ -2,8 +2,8 @@
 
 use std::ops::RangeInclusive;
 
-/// The source of the random decisions of a test case: a seed, or the bytes of a fuzzer or property test, which can
-/// shrink a failing case.
+/// The source of the random decisions of a test case: a seed, or the bytes of a fuzzer or a property test. Such a tool
+/// can minimise a failing case by changing the bytes.
 #[derive(Clone, Debug)]
 pub struct Choices<'a>(Source<'a>);
 
@@ -62,8 +62,8 @@ impl<'a> Choices<'a> {
         self.below(1 << 16) as u64
     }
 
-    /// A random size of at most `most`. It is often from 2 to 9, or within 1 of a multiple of a block size; sometimes 1
-    /// or any size; rarely 0.
+    /// A random size of at most `most`. Often it is from 2 to 9, or within 1 of a multiple of a usual block size.
+    /// Sometimes it is 1, from 1 to 40, or any size. Rarely it is 0.
     pub(crate) fn size(&mut self, most: usize) -> usize {
         const BLOCKS: [usize; 14] = [4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512];
         let size = match self.below(16) {
@@ -94,7 +94,7 @@ pub(crate) fn mix(z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Halves the largest of the sizes until their work is at most `most`.
+/// Halves the largest size again and again until `work(sizes)` is at most `most`.
 pub(crate) fn shrink(sizes: &mut [usize], most: usize, work: impl Fn(&[usize]) -> usize) {
     while work(sizes) > most {
         let Some(largest) = sizes.iter_mut().max() else { return };

@@ -6,8 +6,9 @@ use crate::{DType, Element, Error, Result, TensorRef, bf16, f16};
 use std::fmt;
 use std::ops::Range;
 
-/// The expected values of a tensor from its oracle, in row-major order. Each has a scale, to which the tolerance is
-/// relative: usually the sum of the absolute values of its terms.
+/// The expected values of a tensor from its oracle, in row-major order. Each value has a *scale*: usually the sum of
+/// the absolute values of the terms that are summed for it. The allowed error is the tolerance times the scale, as
+/// [`Comparison`] says.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Expected {
     pub(crate) values: Vec<f64>,
@@ -15,6 +16,8 @@ pub(crate) struct Expected {
 }
 
 impl Expected {
+    /// `len` values of zero, to which terms are added.
+    ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub(crate) fn zeros(len: usize) -> Result<Self> {
@@ -42,8 +45,9 @@ impl Expected {
         self.scale[i] += scale;
     }
 
-    /// The same values, with `more` added to the scales. A scale that becomes infinite or NaN, because its tile has
-    /// such an input, is set to `f64::MAX`. This is above the range of f32, so an overflow of the result is accepted.
+    /// The same values, with `more` added to the scales. With Winograd, a scale is infinite or NaN if an input of its
+    /// tile is. Such a scale is set to `f64::MAX`, which is above the range of f32, so that NaN and infinities are
+    /// accepted in the result.
     pub(crate) fn widened(mut self, more: Option<Vec<f64>>) -> Self {
         let mix = |(scale, more): (&mut f64, f64)| *scale = (*scale + more).min(f64::MAX);
         self.scale.iter_mut().zip(more.into_iter().flatten()).for_each(mix);
@@ -55,7 +59,7 @@ impl Expected {
         Comparison::of(got, &self.values, &self.scale, tolerance)
     }
 
-    /// Compares as [`Expected::compare`], and returns a [`Check`] with a name.
+    /// Compares as [`Expected::compare`] does, and returns a [`Check`] with a name.
     pub(crate) fn check(
         &self,
         what: &'static str,
@@ -66,7 +70,8 @@ impl Expected {
     }
 }
 
-/// Compares the first and the last `count` of `n` slices of a result; each slice once.
+/// Compares the first `count` and the last `count` of `n` slices of a result. If the two ranges overlap, no slice is
+/// compared twice.
 pub(crate) fn compare_parts(
     n: usize,
     count: usize,
@@ -85,10 +90,11 @@ pub(crate) fn compare_parts(
 ///
 /// An element counts as wrong if `|got - want| > tolerance * (scale + 2^-126) + ulp / 2`. `ulp` is that of the output
 /// type at `want`. `scale` is the oracle's sum of absolute values of products for this element. 2^-126 is the smallest
-/// normal number of f32: below it the absolute rounding error is constant. So cancellation does not fail a good kernel,
-/// and one wrong element cannot hide in an average. A NaN is right only if NaN is expected. An infinite result is right
-/// if the expected value, moved by the tolerance, rounds to that infinity in the output type. If the scale is finite
-/// but above the range of f32, intermediate sums may overflow, so NaN and infinities are accepted.
+/// normal number of f32: below it the absolute rounding error is constant. So a correct kernel passes even if the
+/// products cancel. No average is taken, so a single wrong element is always found. A NaN is right if NaN is expected.
+/// An infinite result is right if the expected value, moved by the tolerance, rounds to that infinity in the output
+/// type. If the scale is finite but above the range of f32, intermediate sums may overflow, so NaN and infinities are
+/// accepted too.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
     dtype: DType,
@@ -103,9 +109,8 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// An empty comparison of values of type `dtype`. `tolerance` is relative to each element's
-    /// scale; a kernel that computes in f32 with up to `k` roundings in a row is given
-    /// `k * DType::F32.unit_roundoff()`.
+    /// An empty comparison of values of type `dtype`. `tolerance` is relative to each element's scale. For a kernel
+    /// that computes in f32 with up to `k` roundings one after the other, it is `k * DType::F32.unit_roundoff()`.
     pub fn new(dtype: DType, tolerance: f64) -> Self {
         Comparison {
             dtype,
@@ -192,12 +197,12 @@ impl Comparison {
         self.errors
     }
 
-    /// Largest `|got - want|` among finite values.
+    /// The largest `|got - want|` that is finite.
     pub fn max_abs(&self) -> f64 {
         self.max_abs
     }
 
-    /// Largest `|got - want| / |want|` among finite values where `want` is not zero.
+    /// The largest `|got - want| / |want|` that is finite, of elements whose `want` is not zero.
     pub fn max_rel(&self) -> f64 {
         self.max_rel
     }

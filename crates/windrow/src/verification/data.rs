@@ -60,8 +60,8 @@ fn fill(base: *mut u8, desc: &TensorDesc, values: &[f64]) {
     }
 }
 
-/// A test tensor of any layout on a device, in memory of its own and surrounded by guard bytes. All bytes outside its
-/// elements, before, between and after them, are 0xff, which is NaN in every float type.
+/// A test tensor of any layout on a device, in memory of its own and surrounded by guard bytes. All other bytes of the
+/// memory (before, between and after the elements) are 0xff. Elements of such bytes are NaN in every float type.
 pub(crate) struct Held {
     memory: Placed,
     desc: TensorDesc,
@@ -96,7 +96,8 @@ impl Held {
     }
 
     /// A tensor of `desc` on `device` with `values` in row-major order. Its lowest element lies `before` elements after
-    /// an address that is a multiple of 64. If `values` is empty, the elements are NaN as well.
+    /// an address that is a multiple of 64. If `values` is empty, the elements are filled with the guard bytes too, so
+    /// they are NaN.
     pub(crate) fn at(
         desc: TensorDesc,
         values: &[f64],
@@ -131,8 +132,8 @@ impl Held {
         unsafe { TensorMut::from_raw(ptr.cast(), self.desc, memory.device()) }
     }
 
-    /// Sets all elements to NaN.
-    pub(crate) fn forget(&mut self) -> Result<()> {
+    /// Sets all elements to NaN, so that an element that the next run does not write is found.
+    pub(crate) fn fill_nan(&mut self) -> Result<()> {
         *self = Self::at(self.desc, &[], self.before, self.as_ref().device())?;
         Ok(())
     }
@@ -163,11 +164,11 @@ pub(crate) enum Numbers {
     Special,
     /// Values up to the smallest normal number of their type, so mostly subnormal ones.
     Tiny,
-    /// Data far beyond 1.
+    /// Large numbers: up to 2^61, for f16 up to 2^7.
     Large,
-    /// Data up to an eighth of the largest number of their type.
+    /// Numbers up to an eighth of the largest number of their type.
     Largest,
-    /// Data that is all zero.
+    /// Zeros.
     Zero,
 }
 
@@ -184,8 +185,9 @@ impl Numbers {
         if choices.one_in(5) { choices.of(&rare) } else { Numbers::Ordinary }
     }
 
-    /// The kind of input values for sums that an activation follows. `Largest` becomes `Large`: a sum may overflow to
-    /// infinity within the tolerance, but an activation such as ReLU6 turns that infinity into a finite, wrong number.
+    /// The kind of input values for an operator that applies `activation` to its sums. `Largest` becomes `Large`: a sum
+    /// may overflow to infinity within the tolerance, but an activation such as ReLU6 turns that infinity into a
+    /// finite, wrong number.
     pub(crate) fn before(self, activation: Activation) -> Self {
         match self {
             Numbers::Largest if activation != Activation::Identity => Numbers::Large,
@@ -198,8 +200,8 @@ impl Numbers {
         if device == Device::Cpu { self } else { Numbers::Ordinary }
     }
 
-    /// Numbers for a tensor of parameters or of gradients, multiples of 1/8 if `exact`: sums of their
-    /// products are exact in f32.
+    /// Numbers for a tensor of parameters or of gradients. If `exact`, they are multiples of 1/8, so that the sums of
+    /// products of a case are exact in f32.
     pub(crate) fn parameters(seed: u64, desc: &TensorDesc, exact: bool) -> Vec<f64> {
         let mut values = random(seed, desc.layout.len(), -2.0, 2.0);
         if exact {
@@ -208,7 +210,7 @@ impl Numbers {
         values
     }
 
-    /// Numbers for a tensor of data.
+    /// Numbers of this kind for a tensor of data.
     pub(crate) fn data(self, seed: u64, desc: &TensorDesc, exact: bool) -> Vec<f64> {
         let mut values = Self::parameters(seed, desc, exact);
         let factor = match (self, desc.dtype) {
@@ -259,7 +261,7 @@ pub(crate) fn scratch(device: Device, bytes: usize) -> Result<Workspace> {
 /// The memory layout of the tensors of a random case.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Style {
-    /// Dense and aligned, as kernels with vectors want them.
+    /// True if tensors are dense and aligned, as the fast paths of vectorised kernels need them.
     tidy: bool,
     /// The dimension order that all tensors of the case share, as an index; `None` if each tensor draws its own.
     order: Option<usize>,
@@ -277,9 +279,9 @@ impl Style {
         if !self.tidy && choices.one_in(3) { choices.within(1..=17) } else { 0 }
     }
 
-    /// A random layout of the shape. A tidy one is dense, in one of `orders`. Another may have any dimension order,
-    /// gaps, negative strides, and arbitrary strides in dimensions of size 1. An input may also be broadcast, or its
-    /// elements may overlap.
+    /// A random layout of the shape. If the style is tidy, the layout is dense and has one of the dimension orders
+    /// `orders`. Otherwise it may have any dimension order, gaps, negative strides, and arbitrary strides in dimensions
+    /// of size 1. An input may also be broadcast, or its elements may overlap.
     pub(crate) fn layout(
         self,
         choices: &mut Choices<'_>,

@@ -1,5 +1,5 @@
-//! Comparison of results with the f64 oracles. The public module [`crate::verify`] re-exports parts of it and has the
-//! lists of all operators.
+//! The tools for comparing results with the f64 oracles: comparisons, test data and random test cases. The public
+//! module [`crate::verify`] re-exports parts of it and lists the cases of all operators.
 
 pub(crate) mod choices;
 mod comparison;
@@ -48,13 +48,13 @@ pub struct Case {
     pub op: &'static str,
     /// The algorithm's name.
     pub algorithm: String,
-    /// Element type of the main input.
+    /// The element type of the input `x`.
     pub dtype: DType,
     /// The name of the memory layout, for example `channels_last`.
     pub layout: String,
     /// The shape and options that distinguish the case.
     pub name: String,
-    /// Elements of the main input, 0 if that is not known.
+    /// The number of elements of the input `x`; 0 if it is not known.
     pub elements: usize,
     /// The function that makes the inputs, runs the operator and compares its results with the oracle.
     pub run: Box<dyn Fn() -> Result<Vec<Check>> + Send + Sync>,

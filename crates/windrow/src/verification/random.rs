@@ -9,10 +9,10 @@ use crate::{Device, Error, Result};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The function of an operator that makes a case from random choices, runs it and checks it.
+/// A function that makes a random case of an operator, runs it and checks the results.
 pub(crate) type Run = fn(&mut Choices<'_>, &mut Trial) -> Result<()>;
 
-/// Runs a case on the CPU with every instruction set, or on a device.
+/// Runs a case on the CPU with each instruction set in turn, or on a GPU.
 pub(crate) fn trial(run: Run, choices: &mut Choices<'_>, device: Device) -> Outcome {
     let mut trial = Trial::new(device);
     let result = catch_unwind(AssertUnwindSafe(|| run(choices, &mut trial)));
@@ -40,7 +40,7 @@ pub struct Outcome {
     pub elements: usize,
     /// The failures, one message each.
     pub failures: Vec<String>,
-    /// A hash of the bits of all results, with its name: one for each instruction set of the CPU, or one for the GPU.
+    /// The name of each target (an instruction set of the CPU, or a GPU) with a hash of the bits of all its results.
     pub digests: Vec<(String, u64)>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct Trial {
     outcome: Outcome,
 }
 
-/// A target of a case: the CPU with one of its instruction sets, or a GPU.
+/// A target of a case: an instruction set of the CPU, or a GPU.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lane {
     index: usize,
@@ -71,7 +71,7 @@ impl Trial {
         self.device
     }
 
-    /// The places where the case has to run.
+    /// The targets on which the case has to run.
     pub(crate) fn lanes(&self) -> Vec<Lane> {
         let isas = match self.device {
             Device::Cpu => Isa::tested(),
@@ -89,7 +89,7 @@ impl Trial {
         self.outcome.failures.push(what.into());
     }
 
-    /// Records comparisons and their failures; `how` names what was run.
+    /// Records comparisons and their failures. `how` says which run was checked.
     pub(crate) fn check(&mut self, lane: Lane, how: &str, checks: Vec<Check>) {
         for Check { what, comparison } in checks {
             self.compare(lane, how, what, &comparison);

@@ -1,4 +1,4 @@
-//! The coverage of kernels: which of those that plans can launch were launched.
+//! Kernel coverage: a list of all GPU kernels that plans can launch, with the number of launches of each.
 
 use crate::gpu::{Feature, Gpu, KernelSpec};
 use crate::{Device, Result};
@@ -10,25 +10,26 @@ use std::collections::BTreeMap;
 pub struct KernelLaunches {
     /// Source, entry point, and the macros that select its code.
     pub kernel: String,
-    /// Whose cases launch it.
+    /// The operator whose cases launch the kernel; `None` if no case is known.
     pub operator: Option<&'static str>,
     /// Launches by this process.
     pub launches: u64,
     /// False for kernels of another architecture or backend.
     pub for_device: bool,
-    /// False for one that was launched and is not in the list of kernels: the list has to be mended.
+    /// False for a kernel that was launched but is not in the list of kernels. Then the list must be corrected.
     pub listed: bool,
 }
 
 impl KernelLaunches {
-    /// A kernel of the list that this device can run and nobody's cases launch.
+    /// An entry without an operator, for a kernel that is in the list and that this device can run.
     pub fn new(kernel: impl Into<String>, launches: u64) -> Self {
         let kernel = kernel.into();
         KernelLaunches { kernel, operator: None, launches, for_device: true, listed: true }
     }
 }
 
-/// Every kernel that a plan can launch, and how often a GPU (a number is a CUDA device) was given it by this process.
+/// Every kernel that a plan can launch, with the number of times that this process has launched it on `device`. An
+/// integer as `device` is the index of a CUDA device.
 ///
 /// # Errors
 /// [`Error::NoDevice`](crate::Error::NoDevice), [`Error::Backend`](crate::Error::Backend).
@@ -46,7 +47,8 @@ const FEATURES: [(Feature, &str); 2] = [
     (Feature::WavefrontFloatProducts, "wavefronts_f32"),
 ];
 
-/// `names` are those of the device's architecture and backend, and of its features.
+/// The launches of each listed kernel, counted. `names` has the names of the device's architecture, backend and
+/// features.
 fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> {
     let listed = listed();
     let mut all: BTreeMap<String, KernelLaunches> = BTreeMap::new();
@@ -91,7 +93,8 @@ struct Listed {
     /// Names and values.
     macros: Vec<(String, String)>,
     operator: Option<&'static str>,
-    /// Names of devices, of which one is enough; none: all devices.
+    /// The architectures, backends or features for which the kernel exists, of which one must match. If the list is
+    /// empty, the kernel is for all devices.
     only_for: Vec<&'static str>,
 }
 
