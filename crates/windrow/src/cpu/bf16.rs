@@ -1,16 +1,16 @@
-//! Products of bf16, which some instruction sets form in pairs.
+//! The interface of instructions that multiply pairs of bf16 and add to f32, such as those of AVX512_BF16.
 
 use super::Simd;
 use half::bf16;
 
-/// A computation by products of bf16.
+/// A kernel that uses products of bf16.
 pub(crate) trait Bf16Kernel {
-    /// `#[inline(always)]` as [`Kernel::run`](super::Kernel::run).
+    /// Must be `#[inline(always)]`, as [`Kernel::run`](super::Kernel::run).
     fn run<P: Bf16Products>(self, products: P);
 }
 
-/// Elements `start..end` from `ptr` on; those outside of the row count as zeros. Reading a row takes
-/// long where the memory at `ptr` is not the program's, even if there are none.
+/// Elements `start..end` of the memory at `ptr`. Elements outside that range read as zero. Reads are slow if `ptr` is
+/// not in the program's memory, even if the range is empty.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
     pub ptr: *const bf16,
@@ -20,14 +20,13 @@ pub(crate) struct Row {
 
 /// An instruction set that multiplies bf16 and adds in f32, two products at a time.
 ///
-/// Products are exact, sums are rounded to nearest even; numbers below 2^-126, of operands and of
-/// results, count as zero.
+/// Products are exact, and sums are rounded to nearest even. Subnormal operands and results are treated as zero.
 pub(crate) trait Bf16Products: Copy {
-    /// Its other instructions.
+    /// The SIMD type for all other operations.
     type Simd: Simd;
     fn simd(self) -> Self::Simd;
-    /// Pairs of the elements `0..len` of two rows, in whole vectors, less than `2 LANES` more.
-    /// # Safety: elements inside of the rows are readable, pairs writable at `to`.
+    /// Interleaves elements `0..len` of two rows. Writes whole vectors, so up to `2 LANES - 1` pairs more.
+    /// # Safety: elements inside the rows are readable, and these pairs writable at `to`.
     unsafe fn interleave(self, first: Row, second: Row, len: usize, to: *mut f32);
     /// `c` plus both products of the pairs of bf16 in each lane of `a` and `b`.
     fn mul_add_pairs(
@@ -36,12 +35,12 @@ pub(crate) trait Bf16Products: Copy {
         b: <Self::Simd as Simd>::F32,
         c: <Self::Simd as Simd>::F32,
     ) -> <Self::Simd as Simd>::F32;
-    /// Rounds to nearest even, NaN stays NaN.
+    /// Stores two vectors, rounded to nearest even. NaN stays NaN.
     /// # Safety: twice `LANES` bf16 are writable at `p` (any alignment).
     unsafe fn store2(self, p: *mut bf16, v: [<Self::Simd as Simd>::F32; 2]);
-    /// Splits numbers into three of bf16 that add up to them: each is what those before leave, rounded. Of a number that
-    /// is not finite the first is that number, the others have no meaning. The elements of both vectors follow each
-    /// other or, as `PAIRS`, take turns.
+    /// Splits each number into three bf16 whose sum is the number: each is the rounded remainder of those before it. If
+    /// a number is not finite, the first is that number and the others have no meaning. The results of the two vectors
+    /// are stored one after the other, or interleaved if `PAIRS`.
     /// # Safety: twice `LANES` bf16 are writable at each of `to` (any alignment).
     unsafe fn split2<const PAIRS: bool>(
         self,
@@ -53,7 +52,7 @@ pub(crate) trait Bf16Products: Copy {
 #[cfg(test)]
 pub(crate) use model::Bf16Model;
 
-/// Such instructions in scalar arithmetic, for machines without.
+/// A scalar model of these instructions, for tests on machines that do not have them.
 #[cfg(test)]
 mod model {
     use super::super::lanes::Lanes;
@@ -63,7 +62,7 @@ mod model {
     #[derive(Clone, Copy)]
     pub(crate) struct Bf16Model;
 
-    /// Denormal numbers are zeros, of their sign.
+    /// Zero with the sign of `x`, if `x` is subnormal.
     fn flushed(x: f32) -> f32 {
         if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
     }

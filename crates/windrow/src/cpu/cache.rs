@@ -1,9 +1,9 @@
-//! Sizes of caches.
+//! The size of the last-level cache.
 
 use std::sync::LazyLock;
 
-/// Bytes of the last-level cache, for deciding whether an output will still be in it when somebody
-/// reads it. 32 MiB where the system does not say.
+/// The size of the last-level cache in bytes, to predict whether an output will still be cached when it is read. 32 MiB
+/// if the system does not report it (only Linux does).
 pub(crate) fn last_level_cache() -> usize {
     static BYTES: LazyLock<usize> = LazyLock::new(|| {
         let sizes = (0..8).filter_map(|index| {
@@ -15,7 +15,7 @@ pub(crate) fn last_level_cache() -> usize {
     *BYTES
 }
 
-/// `512K`, `32M` or a number of bytes.
+/// Parses a size such as `512K`, `32M` or a number of bytes.
 fn parse(size: &str) -> Option<usize> {
     let size = size.trim();
     let digits = size.trim_end_matches(['K', 'M', 'G']);

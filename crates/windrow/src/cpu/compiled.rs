@@ -1,9 +1,9 @@
 //! A check of compiled code: whether the loops of a kernel hold their sums in registers.
 //!
-//! A question in a loop, or one sum too many, makes the compiler keep sums in memory, at half of the speed and with the
-//! same results. So tests of kernels disassemble themselves: the code of a kernel for AVX2 and AVX-512 in the program that
-//! runs. They are tests of a release build, because checks of arithmetic need registers too. `objdump` comes with the
-//! linker.
+//! A branch in a loop, or one accumulator too many, makes the compiler spill accumulators to memory. The results stay
+//! the same, but the kernel runs at half the speed. So tests disassemble the AVX2 and AVX-512 code of a kernel in their
+//! own executable with `objdump`, which comes with the linker. They run in a release build, because overflow checks
+//! also need registers.
 
 use super::Kernel;
 use super::isa::{with_avx2, with_avx512};
@@ -12,21 +12,22 @@ use std::fs::File;
 use std::io::Read;
 use std::process::Command;
 
-/// Most bytes of a kernel's code.
+/// The maximum size of a kernel's code in bytes.
 const LONGEST: usize = 1 << 18;
 
-/// A loop without loops in it that multiplies and adds.
+/// An innermost loop with multiply-adds.
 #[derive(Debug, Default)]
 pub(crate) struct Loop {
-    /// Instructions of multiply-adds.
+    /// The number of multiply-add instructions.
     multiplies: usize,
     calls: usize,
-    /// Instructions that store vectors on the stack, as sums that have no register need. Constants without one are loaded.
+    /// Instructions that store vectors on the stack. They show that an accumulator was spilled; a spilled constant is
+    /// only loaded.
     stores: Vec<String>,
 }
 
-/// Fails if a loop of `K` stores more vectors on the stack than given for AVX2 and AVX-512, or if the loop that multiplies
-/// the most calls anything. Other loops that call are those of rare activations.
+/// Fails if a loop of `K` stores more vectors on the stack than `allowed` says for AVX2 and for AVX-512, or if the loop
+/// with the most multiply-adds calls a function. Other loops may contain calls, for rarely used activations.
 pub(crate) fn assert_in_registers<K: Kernel>(allowed: [usize; 2]) {
     for ((isa, code), allowed) in codes::<K>().into_iter().zip(allowed) {
         let name = std::any::type_name::<K>();
@@ -85,7 +86,7 @@ fn disassembled(address: usize) -> Vec<Instruction> {
     code
 }
 
-/// `  ce0c90:\tpush   rbp`
+/// Parses a line of objdump's output, such as `  ce0c90:\tpush   rbp`.
 fn instruction(line: &str) -> Option<Instruction> {
     let (at, text) = line.split_once(":\t")?;
     let at = usize::from_str_radix(at.trim(), 16).ok()?;
@@ -146,7 +147,8 @@ fn is_multiply_add(text: &str) -> bool {
     ["vfmadd", "vfmsub", "vfnmadd", "vfnmsub"].iter().any(|name| text.starts_with(name))
 }
 
-/// `vmovaps ZMMWORD PTR [rsp+0x40],zmm0`, or at rbp if that points to the stack.
+/// True for an instruction that stores a vector on the stack, such as `vmovaps ZMMWORD PTR [rsp+0x40],zmm0`. With
+/// `frame`, rbp points to the stack too.
 fn is_vector_store(text: &str, frame: bool) -> bool {
     let Some((_, operands)) = text.split_once(' ') else { return false };
     let Some((to, _)) = operands.trim_start().split_once(',') else { return false };
@@ -188,7 +190,7 @@ mod tests {
         }
     }
 
-    /// Asks somebody else for each element.
+    /// A kernel whose loop calls a function for each element.
     struct Calls<'a>(&'a dyn Fn(usize) -> f32, usize, *mut f32);
 
     impl Kernel for Calls<'_> {

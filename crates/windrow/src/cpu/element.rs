@@ -1,4 +1,4 @@
-//! Element types as vectors of f32.
+//! Loads and stores of the element types as vectors of f32.
 
 use super::{MAX_LANES, Simd};
 use crate::Element;
@@ -6,38 +6,43 @@ use half::{bf16, f16};
 
 /// Elements that kernels load as f32 vectors and store rounded.
 pub(crate) trait SimdElement: Element {
+    /// Loads a vector.
+    ///
     /// # Safety
     /// `LANES` elements are readable at `p`.
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32;
+    /// Stores a vector, rounded to nearest even.
+    ///
     /// # Safety
     /// `LANES` elements are writable at `p`.
     unsafe fn store<S: Simd>(s: S, p: *mut Self, v: S::F32);
-    /// Two vectors, in an order that [`SimdElement::store2`] undoes.
+    /// Loads two vectors, in an order that [`SimdElement::store2`] undoes.
     /// # Safety: `2 LANES` elements are readable at `p`.
     unsafe fn load2<S: Simd>(s: S, p: *const Self) -> [S::F32; 2];
-    /// Stores two vectors; with `STREAM` around the cache, as [`Simd::stream`].
-    /// # Safety: `2 LANES` elements are writable at `p`, aligned to their size with `STREAM`.
+    /// Stores two vectors, with non-temporal stores if `STREAM` (see [`Simd::stream`]).
+    /// # Safety: `2 LANES` elements are writable at `p`, aligned to their size if `STREAM`.
     unsafe fn store2<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]);
-    /// Stores as [`SimdElement::store2`], for numbers that are not NaN; f16/bf16 may be rounded away from zero.
-    /// # Safety: as there.
+    /// Stores like [`SimdElement::store2`], for numbers that are not NaN. In f16 and bf16, ties may be rounded away
+    /// from zero instead of to even.
+    /// # Safety: as for [`SimdElement::store2`].
     #[inline(always)]
     unsafe fn store2_numbers<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]) {
         // SAFETY: passed on.
         unsafe { Self::store2::<S, STREAM>(s, p, v) }
     }
-    /// Two vectors in the order of memory, in that of [`SimdElement::load2`].
+    /// Converts two vectors from the order of memory to that of [`SimdElement::load2`].
     #[inline(always)]
     fn order2<S: Simd>(_: S, v: [S::F32; 2]) -> [S::F32; 2] {
         v
     }
-    /// Store around the cache; follow a series with [`Simd::stream_fence`].
+    /// Stores a vector with a non-temporal store. Call [`Simd::stream_fence`] after a series of them.
     /// # Safety
     /// `LANES` elements are writable at `p`, aligned to their size together.
     unsafe fn stream<S: Simd>(s: S, p: *mut Self, v: S::F32);
-    /// The first `n <= LANES` elements, zero beyond.
+    /// Loads the first `n <= LANES` elements; the others are zero.
     /// # Safety: `n` elements are readable at `p`.
     unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32;
-    /// The first `n <= LANES` elements.
+    /// Stores the first `n <= LANES` elements.
     /// # Safety: `n` elements are writable at `p`.
     unsafe fn store_first<S: Simd>(s: S, p: *mut Self, v: S::F32, n: usize);
     fn to_f32(self) -> f32;

@@ -1,7 +1,7 @@
-//! The floating-point mode of a thread: how it rounds, and whether it takes subnormal numbers for zero.
+//! The floating-point mode of a thread: how it rounds, and whether it treats subnormal numbers as zero.
 //!
-//! Callers may change that for their own thread (`torch.set_flush_denormal`). A thread that helps takes it over
-//! for their tasks, so that bits do not depend on which thread computes what.
+//! A caller may change the mode of its thread (`torch.set_flush_denormal` does). Helper threads adopt the caller's mode
+//! for its tasks, so that results do not depend on which thread computes them.
 
 /// The bits of the thread's control register that change results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl FloatMode {
         write(read() & !RESULTS | self.0);
     }
 
-    /// Subnormal operands and results are zero.
+    /// This mode with subnormal operands and results flushed to zero.
     #[cfg(test)]
     pub(super) fn flushing(self) -> Self {
         FloatMode(self.0 | FLUSH)
@@ -50,10 +50,11 @@ impl Drop for Entered {
 mod register {
     use std::arch::asm;
 
-    /// MXCSR.
+    /// The register MXCSR.
     pub(super) type Register = u32;
 
-    /// Flush to zero, rounding control, denormals are zero; without masks of exceptions and what has occurred.
+    /// The mask of FTZ, RC and DAZ (flush to zero, rounding control, denormals are zero). It leaves out the masks and
+    /// the flags of exceptions.
     pub(super) const RESULTS: Register = 0xe040;
     #[cfg(test)]
     pub(super) const FLUSH: Register = 0x8040;
@@ -66,8 +67,8 @@ mod register {
     }
 
     pub(super) fn write(value: Register) {
-        // SAFETY: the value is of a thread's register, so no reserved bit is set. Kernels are right in each mode: what is
-        // computed between two changes are tasks, in the mode that they would meet on the caller's thread.
+        // SAFETY: the value comes from a thread's register, so no reserved bit is set. Kernels are right in each mode:
+        // between two changes, only tasks run, in the mode that they would have on the caller's thread.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack)) };
     }
 }
@@ -76,10 +77,10 @@ mod register {
 mod register {
     use std::arch::asm;
 
-    /// FPCR.
+    /// The register FPCR.
     pub(super) type Register = u64;
 
-    /// FIZ, AH, NEP, FZ16, rounding, FZ, DN, AHP; without traps.
+    /// The mask of FIZ, AH, NEP, FZ16, rounding mode, FZ, DN and AHP. It leaves out traps.
     pub(super) const RESULTS: Register = 0x07c8_0007;
     #[cfg(test)]
     pub(super) const FLUSH: Register = 1 << 24;
@@ -92,8 +93,8 @@ mod register {
     }
 
     pub(super) fn write(value: Register) {
-        // SAFETY: the value is of a thread's register. Kernels are right in each mode: what is computed between two
-        // changes are tasks, in the mode that they would meet on the caller's thread.
+        // SAFETY: the value comes from a thread's register. Kernels are right in each mode: between two changes, only
+        // tasks run, in the mode that they would have on the caller's thread.
         unsafe { asm!("msr fpcr, {}", in(reg) value, options(nostack)) };
     }
 }

@@ -30,7 +30,7 @@ enum Kind {
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
     Lanes(Lanes),
-    /// The portable set with a model of tiles.
+    /// The portable instruction set with a software model of AMX tiles.
     #[cfg(test)]
     TileModel,
 }
@@ -79,7 +79,7 @@ impl Isa {
         all
     }
 
-    /// `amx`, `avx512bf16`, `avx512`, `avx2`, `neon` or `portable`.
+    /// The name: `amx`, `avx512bf16`, `avx512`, `avx2`, `neon` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -97,7 +97,7 @@ impl Isa {
         }
     }
 
-    /// True if this set is faster than those after it.
+    /// True if this set is faster than the next one in [`Isa::available`].
     fn is_fast(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -106,8 +106,8 @@ impl Isa {
         }
     }
 
-    /// True if instructions for products of bf16 are the fastest of this set. [`dispatch_bf16`] also runs kernels on
-    /// sets with AMX.
+    /// True for the set whose bf16 kernels use AVX512_BF16's products of pairs. [`dispatch_bf16`] also runs such
+    /// kernels on the set with AMX, but there tiles are faster.
     pub(crate) fn has_bf16_products(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -116,7 +116,8 @@ impl Isa {
         }
     }
 
-    /// True if its code is small rather than fast. That is the portable set on x86-64, for machines before AVX2.
+    /// True if kernels for this set are compiled for size. This is so for the portable set on x86-64, which is used
+    /// only on CPUs without AVX2.
     pub(crate) fn is_small(self) -> bool {
         match self.0 {
             Kind::Lanes(_) => Lanes::IS_SMALL,
@@ -127,7 +128,7 @@ impl Isa {
         }
     }
 
-    /// True if [`dispatch_tiles`] can run a kernel.
+    /// True if the set has AMX tiles (or their model), so that [`dispatch_tiles`] can run a kernel.
     pub(crate) fn has_tiles(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -152,7 +153,7 @@ pub(crate) trait Kernel {
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
-/// Runs a kernel with products of bf16, on an `isa` that has them or tiles.
+/// Runs a kernel that uses products of bf16, on an `isa` that has them or tiles.
 #[inline]
 pub(crate) fn dispatch_bf16<K: Bf16Kernel>(isa: Isa, kernel: K) {
     match isa.0 {
@@ -186,8 +187,8 @@ pub(crate) fn dispatch_tiles<K: TileKernel>(isa: Isa, kernel: K) {
     }
 }
 
-/// Runs a kernel with the instructions of `isa`. Without `#[inline]`, because each unit of code generation would hold
-/// a copy of its own.
+/// Runs a kernel with the instructions of `isa`. It is not `#[inline]`, because then each codegen unit would have its
+/// own copy.
 pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     match isa.0 {
         // SAFETY: the token exists, so the machine has these instructions.

@@ -1,5 +1,5 @@
-//! Vectors as arrays, which the compiler maps to what the target has: NEON with fused
-//! multiply-add on aarch64, SSE2 on x86-64.
+//! The portable instruction set. Vectors are arrays, which the compiler vectorises: with NEON and fused multiply-add on
+//! aarch64, with SSE2 on x86-64.
 
 use super::isa::with_lanes;
 use super::{Kernel, Simd, array};
@@ -32,6 +32,8 @@ fn fused(a: f32, b: f32, c: f32) -> f32 {
 
 // Conversions of half types are long where the target has no instructions for them: they are called.
 
+/// Loads `N` f16 or bf16 as f32.
+///
 /// # Safety
 /// N elements are readable.
 #[cfg_attr(target_arch = "x86_64", inline(never))]
@@ -42,6 +44,8 @@ unsafe fn load_half<T: Copy + Into<f32>>(p: *const T) -> [f32; N] {
     array(|i| h[i].into())
 }
 
+/// Stores `N` f32 as f16 or bf16.
+///
 /// # Safety
 /// N elements are writable.
 #[cfg_attr(target_arch = "x86_64", inline(never))]

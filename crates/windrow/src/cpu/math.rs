@@ -1,9 +1,9 @@
 //! Activations on vectors, for the epilogues of all operators.
 //!
-//! GELU (both forms) and SiLU are computed as `max(x, 0) - tail(|x|)`. The tail is positive, at most
-//! half of `|x|`, and a product with `exp` of a negative number, so nothing cancels: the relative
-//! error stays small down to the smallest normal number. The exponent's argument reaches -90, where a
-//! rounding of it would be magnified as much, so it is carried with its rounding error.
+//! GELU (both forms) and SiLU are computed as `max(x, 0) - tail(|x|)`. The tail is positive, at most half of `|x|`, and
+//! a product with `exp` of a negative number, so nothing cancels: the relative error stays small down to the smallest
+//! normal number. The argument of `exp` goes down to -90. There a relative rounding error of the argument would be
+//! multiplied by up to 90, so the argument is kept together with its rounding error.
 
 use super::{Kernel, MAX_LANES, Simd};
 use crate::activation::{CUBIC, SQRT_2_OVER_PI};
@@ -19,8 +19,7 @@ pub(crate) fn activate<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F
     }
 }
 
-/// The derivative of the activation at `x`, the value that [`activate`] is given. At its kinks that of ReLU and ReLU6
-/// is 0.
+/// The derivative of the activation at `x`, the argument of [`activate`]. At the kinks of ReLU and ReLU6 it is 0.
 #[inline(always)]
 pub(crate) fn activate_grad<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
     match by_call(s, activation, true, x) {
@@ -29,7 +28,8 @@ pub(crate) fn activate_grad<S: Simd>(s: S, activation: Activation, x: S::F32) ->
     }
 }
 
-/// The activation on sets whose code is small.
+/// The activation or its derivative by a function call, on instruction sets whose kernels are compiled for size;
+/// otherwise `None`.
 #[inline(always)]
 fn by_call<S: Simd>(s: S, activation: Activation, grad: bool, x: S::F32) -> Option<S::F32> {
     if !S::IS_SMALL {
@@ -45,7 +45,8 @@ fn by_call<S: Simd>(s: S, activation: Activation, grad: bool, x: S::F32) -> Opti
     }
 }
 
-/// Activates numbers in memory, by a call: every activation inline at each store would be the largest part of kernels.
+/// Activates numbers in memory by a function call. Inlining every activation at each store would make up most of a
+/// kernel's code.
 ///
 /// # Safety
 /// `len` f32 are readable and writable at `at`.
@@ -54,10 +55,11 @@ pub(crate) unsafe fn activate_all<S: Simd>(s: S, activation: Activation, at: *mu
     s.outlined(All { activation, grad: false, at, len });
 }
 
-/// Made by [`activate_all`], whose caller answers for its pointer, and [`by_call`] only.
+/// The activation of numbers in memory, as a kernel. Only [`activate_all`], whose caller guarantees that the pointer is
+/// valid, and [`by_call`] make it.
 struct All {
     activation: Activation,
-    /// The derivative instead.
+    /// True for the derivative.
     grad: bool,
     at: *mut f32,
     len: usize,
@@ -151,8 +153,7 @@ fn polynomial<S: Simd, const N: usize>(s: S, x: S::F32, c: [f32; N]) -> S::F32 {
 /// Adding this to a number of magnitude below 2^22 rounds it to an integer and leaves that integer
 /// plus [`SCALE_BITS`] in the low bits.
 const MAGIC: f32 = 12_582_912.0 + SCALE_BITS as f32;
-/// Small exponentials are carried as multiples of `2^-SCALE_BITS`, so that they stay normal numbers
-/// until the last operation.
+/// Exponentials are computed times `2^SCALE_BITS`, so that small ones stay normal numbers until the last operation.
 const SCALE_BITS: u32 = 64;
 const UNSCALE: f32 = 1.0 / (1u128 << SCALE_BITS) as f32;
 
@@ -261,7 +262,7 @@ fn silu<S: Simd>(s: S, x: S::F32) -> S::F32 {
     above_tail(s, x, logistic_tail(s, a, exp_neg(s, a)))
 }
 
-/// `a e / (1 + e)` in the scale of `e`.
+/// `a e / (1 + e)`, with the same factor `2^SCALE_BITS` as `e`.
 #[inline(always)]
 fn logistic_tail<S: Simd>(s: S, a: S::F32, e: S::F32) -> S::F32 {
     s.div(s.mul(a, e), s.mul_add(e, s.splat(UNSCALE), s.splat(1.0)))
@@ -303,8 +304,8 @@ fn silu_grad<S: Simd>(s: S, x: S::F32) -> S::F32 {
     reflect(s, x, logistic_grad(s, a, exp_neg(s, a)))
 }
 
-/// The derivative of `x / (1 + exp(-z(x)))` at `-a`, in the scale of `e = exp(-z(a))`, where
-/// `az = a z'(a)`.
+/// The derivative of `x / (1 + exp(-z(x)))` at `-a`, with the same factor `2^SCALE_BITS` as `e = exp(-z(a))`, where `az
+/// = a z'(a)`.
 #[inline(always)]
 fn logistic_grad<S: Simd>(s: S, az: S::F32, e: S::F32) -> S::F32 {
     let one = s.splat(1.0);
@@ -350,7 +351,8 @@ mod tests {
         x
     }
 
-    /// Relative error in multiples of f32's epsilon; below the normal range as if it went on.
+    /// Relative error in multiples of f32's epsilon. Below the normal range it is computed as if f32 had no subnormal
+    /// numbers (an unlimited exponent).
     fn ulps(got: f32, want: f64) -> f64 {
         if got.is_nan() || want.is_nan() {
             return if got.is_nan() && want.is_nan() { 0.0 } else { f64::INFINITY };

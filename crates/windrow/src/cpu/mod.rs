@@ -1,8 +1,9 @@
-//! The code that operators share on the CPU: the machine's instruction sets, vectors over them, threads.
+//! CPU support: the choice of an instruction set, the number of threads, and (for the operators) SIMD vectors,
+//! activations and matrix products.
 //!
-//! A kernel is written once, generic over `Simd`, as a type that implements `Kernel`;
-//! `dispatch` compiles it for every instruction set and calls the one asked for. Instruction
-//! sets are tokens that exist only if the machine has them, so calling a kernel is safe.
+//! A kernel is written once, generic over `Simd`, as a type that implements `Kernel`. `dispatch` compiles it for every
+//! instruction set and calls the one that is asked for. A value of an instruction set's type can be made only on a
+//! machine that has the set, so calling a kernel with it is safe.
 
 mod bf16;
 mod cache;
@@ -40,7 +41,7 @@ pub(crate) use tiles::{
     ROW_BYTES, SIDE, TERMS, TILE_BYTES, TileKernel, Tiles, add_block, load_left, load_right,
 };
 
-/// Tells the compiler that the way through here is seldom taken.
+/// Marks a branch as unlikely for the compiler.
 #[cold]
 #[inline]
 pub(crate) fn seldom() {}

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader};
 use std::sync::LazyLock;
 
-/// The CPU's name as the operating system gives it, else the architecture.
+/// The CPU's name as the operating system gives it, or the architecture if it gives none.
 pub fn name() -> String {
     static NAME: LazyLock<String> = LazyLock::new(|| {
         from_proc()
@@ -14,14 +14,15 @@ pub fn name() -> String {
     NAME.clone()
 }
 
-/// Linux. Read only up to the first name: the kernel asks every core for its clock rate to write the rest.
+/// The name on Linux. `/proc/cpuinfo` is read only up to the first name. Reading on would be slow, because Linux then
+/// queries the clock rate of every core.
 fn from_proc() -> Option<String> {
     let info = BufReader::new(std::fs::File::open("/proc/cpuinfo").ok()?);
     let line = info.lines().map_while(Result::ok).find(|l| l.starts_with("model name"))?;
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
-/// macOS.
+/// The name on macOS.
 fn from_sysctl() -> Option<String> {
     if !cfg!(target_os = "macos") {
         return None;

@@ -1,4 +1,4 @@
-//! The replacement of rayon's pool in builds without the feature `threads`: the caller is alone.
+//! The replacement of rayon's pool in builds without the feature `threads`: all work runs on the caller's thread.
 
 /// The size of the pool: there is none.
 pub(super) fn size() -> Option<usize> {

@@ -1,15 +1,15 @@
-//! The limits of the machine itself, with which speeds are compared.
+//! Measurements of the machine's peak arithmetic rate and copy bandwidth, which benchmarks use as limits.
 
 use super::{Isa, Kernel, SendPtr, Simd, dispatch, parallel_for};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Independent chains of multiply-adds: more than latency times throughput of any current core
-/// (4 cycles x 2 a cycle), few enough for 16 registers.
+/// The number of independent chains of multiply-adds: more than latency times throughput of any current core (4 cycles
+/// x 2 per cycle), and few enough for 16 registers.
 const CHAINS: usize = 12;
 
-/// Highest rate of f32 multiply-adds that `threads` threads reach together with the best
-/// instruction set of this machine, in GFLOP/s (a multiply-add counts 2). Takes about 0.2 s.
+/// The measured peak rate of f32 multiply-adds, of `threads` threads together and with the fastest instruction set, in
+/// GFLOP/s (a multiply-add counts 2). Takes about 0.2 s.
 ///
 /// ```
 /// let peak = windrow::cpu::peak_gflops(1);
@@ -32,8 +32,8 @@ pub fn peak_gflops(threads: usize) -> f64 {
     flops / best / 1e9
 }
 
-/// Copies `from` to the beginning of `to` on `threads` threads: the ceiling for an operator that
-/// reads and writes the same bytes.
+/// Copies `from` to the beginning of `to` on `threads` threads. Its speed is the upper bound for an operator that reads
+/// and writes as many bytes.
 ///
 /// # Panics
 /// If `to` is shorter than `from`.

@@ -5,7 +5,7 @@ use std::cell::OnceCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex};
 
-/// The size of the pool that the caller is in, else of the global one; `None` if no threads can be started.
+/// The size of the pool that the caller is in, or of the global one; `None` if no threads can be started.
 pub(super) fn size() -> Option<usize> {
     has_pool().then(rayon::current_num_threads)
 }
@@ -25,14 +25,14 @@ fn has_pool() -> bool {
     rayon::current_thread_index().is_some() || *GLOBAL
 }
 
-/// A gate that lets helpers in as long as the caller is at work.
+/// A gate that lets helper threads join a call as long as the caller is still working on it.
 struct Gate {
     state: Mutex<GateState>,
     left: Condvar,
 }
 
 struct GateState {
-    /// `None` once the caller waits for the helpers inside to leave.
+    /// `None` once the caller waits for the helpers that are still running.
     work: Option<Work>,
     inside: usize,
 }
@@ -63,7 +63,7 @@ impl Gate {
         }
     }
 
-    /// Closes the gate and waits until nobody is inside.
+    /// Closes the gate and waits until no helper is running.
     fn close(&self) {
         lock(&self.state).work = None;
         // A task takes some microseconds, falling asleep and waking up more.
@@ -78,21 +78,21 @@ impl Gate {
     }
 }
 
-/// The number of looks at a gate before its caller sleeps: about 50 microseconds.
+/// The number of times that a caller checks its gate before it sleeps: about 50 microseconds.
 const SPINS: usize = 64;
 
-/// Calls that one thread has asked rayon for and that no thread has taken yet, at most. Where nobody takes
-/// them (all are busy with loops of their own) they would pile up.
+/// The limit for jobs that a thread has queued in rayon and that have not started; above it, a call queues no more.
+/// Without a limit they would pile up while all threads of the pool are busy.
 const MOST_WAITING: usize = 4 * MAX_THREADS;
 
 thread_local! {
     static WAITING: OnceCell<Arc<AtomicUsize>> = const { OnceCell::new() };
 }
 
-/// Calls `work` here and `helpers` times on the threads of rayon's pool that have nothing else to do.
+/// Calls `work` on this thread, and up to `helpers` times on idle threads of rayon's pool.
 ///
-/// Unlike rayon's scopes this never runs a foreign job on the caller's thread while it waits: such a job
-/// could be the caller's own loop, which finds its workspace in use.
+/// Unlike rayon's scopes, this never runs another job on the caller's thread while it waits. Such a job could be
+/// another iteration of the caller's own parallel loop, which would find its workspace in use.
 pub(super) fn run(helpers: usize, work: &(dyn Fn() + Sync)) {
     if !has_pool() {
         return work();

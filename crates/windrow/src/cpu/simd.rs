@@ -4,8 +4,9 @@ use super::Kernel;
 use half::{bf16, f16};
 use std::mem::MaybeUninit;
 
-/// An array of what `f` makes of each index. `std::array::from_fn`, `map` of arrays and `zip` are functions that the
-/// compiler may call: without the instructions of the kernel, and with vectors in memory. Kernels do without them.
+/// The array of the results of `f` for each index: `std::array::from_fn`, but always inlined. Kernels do not use
+/// `from_fn`, `map` of arrays or `zip`. If the compiler does not inline those, they are compiled without the kernel's
+/// instruction set and pass vectors through memory.
 #[inline(always)]
 pub(crate) fn array<T, const N: usize>(mut f: impl FnMut(usize) -> T) -> [T; N] {
     let mut all = [const { MaybeUninit::uninit() }; N];
@@ -16,14 +17,14 @@ pub(crate) fn array<T, const N: usize>(mut f: impl FnMut(usize) -> T) -> [T; N] 
     unsafe { (&raw const all).cast::<[T; N]>().read() }
 }
 
-/// An instruction set as a token: having a value means that the machine has the instructions.
+/// An instruction set. A value of the type proves that the machine has the instructions.
 ///
-/// Arithmetic is IEEE single precision, round to nearest even. `mul_add` is fused where the
-/// hardware fuses (all but the portable set on x86). Comparisons with NaN are false.
+/// Arithmetic is IEEE single precision, round to nearest even. `mul_add` is fused if the hardware fuses (all but the
+/// portable set on x86). Comparisons with NaN are false.
 pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
-    /// Elements in a vector.
+    /// The number of elements in a vector.
     const LANES: usize;
-    /// Vector registers of the machine, for choosing block sizes.
+    /// The number of vector registers that block sizes may assume.
     const REGISTERS: usize;
     /// A vector of `LANES` f32.
     type F32: Copy;
@@ -33,16 +34,17 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     type I32: Copy;
     /// A truth value for each lane.
     type Mask: Copy;
-    /// A table of 32 numbers, in registers where they can be looked up there.
+    /// A table of 32 numbers, kept in registers if the instruction set can index them.
     type Table: Copy;
     /// True if a lookup is as cheap as arithmetic.
     const FAST_LOOKUP: bool;
-    /// True if code is small rather than fast: without special cases that the general case computes as well.
+    /// True if kernels are compiled for size: without special cases for speed.
     const IS_SMALL: bool = false;
-    /// `LANES` vectors.
+    /// A square matrix of `LANES` vectors.
     type Square: Copy + AsRef<[Self::F32]> + AsMut<[Self::F32]>;
 
-    /// Runs a kernel by a call: its code is compiled once for the set, not wherever it is used.
+    /// Runs a kernel by a function call, so that its code is compiled once for the set and not inlined wherever it is
+    /// used.
     fn outlined<K: Kernel>(self, kernel: K) -> K::Output;
 
     fn splat(self, x: f32) -> Self::F32;
@@ -51,51 +53,56 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
         self.splat(0.0)
     }
 
-    /// # Safety
-    /// `LANES` f32 are readable at `p` (any alignment).
+    /// Loads a vector.
+    /// # Safety: `LANES` f32 are readable at `p` (any alignment).
     unsafe fn load(self, p: *const f32) -> Self::F32;
-    /// # Safety
-    /// `LANES` f32 are writable at `p` (any alignment).
+    /// Stores a vector.
+    /// # Safety: `LANES` f32 are writable at `p` (any alignment).
     unsafe fn store(self, p: *mut f32, v: Self::F32);
-    /// The first `n <= LANES` elements, zero beyond. # Safety: `n` f32 are readable at `p`.
+    /// Loads the first `n <= LANES` elements; the others are zero.
+    /// # Safety: `n` f32 are readable at `p`.
     unsafe fn load_first(self, p: *const f32, n: usize) -> Self::F32;
-    /// The first `n <= LANES` elements. # Safety: `n` f32 are writable at `p`.
+    /// Stores the first `n <= LANES` elements.
+    /// # Safety: `n` f32 are writable at `p`.
     unsafe fn store_first(self, p: *mut f32, v: Self::F32, n: usize);
-    /// Store around the cache; follow a series with [`Simd::stream_fence`].
+    /// Stores a vector with a non-temporal store. Call [`Simd::stream_fence`] after a series of them.
     /// # Safety: `LANES` f32 are writable at `p`, aligned to the vector's size.
     unsafe fn stream(self, p: *mut f32, v: Self::F32);
     fn stream_fence(self);
-    /// Asks for the cache line at `p`, any address, to be in the second-level cache for reading.
+    /// Prefetches the cache line at `p` into the second-level cache for reading. `p` may be any address.
     fn prefetch<T>(self, p: *const T);
-    /// The same in the first-level cache.
+    /// Prefetches into the first-level cache, like [`Simd::prefetch`].
     fn prefetch_near<T>(self, p: *const T);
-    /// Asks for the cache line at `p`, any address, to be in the cache for writing.
+    /// Prefetches the cache line at `p` for writing. `p` may be any address.
     fn prefetch_write<T>(self, p: *const T);
 
-    /// # Safety
-    /// `LANES` f16 are readable at `p`.
+    /// Loads `LANES` f16 as f32.
+    /// # Safety: they are readable at `p`.
     unsafe fn load_f16(self, p: *const f16) -> Self::F32;
-    /// Rounds to nearest even. # Safety: `LANES` f16 are writable at `p`.
+    /// Stores a vector as f16, rounded to nearest even.
+    /// # Safety: `LANES` f16 are writable at `p`.
     unsafe fn store_f16(self, p: *mut f16, v: Self::F32);
-    /// Stores as [`Simd::store_f16`], around the cache as [`Simd::stream`].
+    /// Stores like [`Simd::store_f16`], with a non-temporal store as [`Simd::stream`].
     unsafe fn stream_f16(self, p: *mut f16, v: Self::F32);
-    /// # Safety
-    /// `LANES` bf16 are readable at `p`.
+    /// Loads `LANES` bf16 as f32.
+    /// # Safety: they are readable at `p`.
     unsafe fn load_bf16(self, p: *const bf16) -> Self::F32;
-    /// Rounds to nearest even, NaN stays NaN. # Safety: `LANES` bf16 are writable at `p`.
+    /// Stores a vector as bf16, rounded to nearest even. NaN stays NaN.
+    /// # Safety: `LANES` bf16 are writable at `p`.
     unsafe fn store_bf16(self, p: *mut bf16, v: Self::F32);
-    /// Stores as [`Simd::store_bf16`], around the cache as [`Simd::stream`].
+    /// Stores like [`Simd::store_bf16`], with a non-temporal store as [`Simd::stream`].
     unsafe fn stream_bf16(self, p: *mut bf16, v: Self::F32);
 
-    /// `2 LANES` f16 as two vectors, in an order that [`Simd::store2_f16`] undoes.
-    /// # Safety: as many are readable at `p`.
+    /// Loads `2 LANES` f16 as two vectors, in an order that [`Simd::store2_f16`] undoes.
+    /// # Safety: they are readable at `p`.
     #[inline(always)]
     unsafe fn load2_f16(self, p: *const f16) -> [Self::F32; 2] {
         // SAFETY: passed on.
         unsafe { [self.load_f16(p), self.load_f16(p.add(Self::LANES))] }
     }
-    /// Stores two vectors; with `STREAM` around the cache, if the instruction set can, as [`Simd::stream`].
-    /// # Safety: `2 LANES` f16 are writable at `p`, aligned to their size with `STREAM`.
+    /// Stores two vectors. If `STREAM`, it uses non-temporal stores, if the instruction set has them (see
+    /// [`Simd::stream`]).
+    /// # Safety: `2 LANES` f16 are writable at `p`, aligned to their size if `STREAM`.
     #[inline(always)]
     unsafe fn store2_f16<const STREAM: bool>(self, p: *mut f16, v: [Self::F32; 2]) {
         // SAFETY: passed on.
@@ -104,13 +111,13 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
             self.store_f16(p.add(Self::LANES), v[1]);
         }
     }
-    /// Loads as [`Simd::load2_f16`].
+    /// Loads like [`Simd::load2_f16`].
     #[inline(always)]
     unsafe fn load2_bf16(self, p: *const bf16) -> [Self::F32; 2] {
         // SAFETY: passed on.
         unsafe { [self.load_bf16(p), self.load_bf16(p.add(Self::LANES))] }
     }
-    /// Stores as [`Simd::store2_f16`].
+    /// Stores like [`Simd::store2_f16`].
     #[inline(always)]
     unsafe fn store2_bf16<const STREAM: bool>(self, p: *mut bf16, v: [Self::F32; 2]) {
         // SAFETY: passed on.
@@ -119,14 +126,15 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
             self.store_bf16(p.add(Self::LANES), v[1]);
         }
     }
-    /// Stores as [`Simd::store2_bf16`], for numbers that are not NaN; they may be rounded away from zero.
-    /// # Safety: as there.
+    /// Stores like [`Simd::store2_bf16`], for numbers that are not NaN. Ties may be rounded away from zero instead of
+    /// to even.
+    /// # Safety: as for [`Simd::store2_bf16`].
     #[inline(always)]
     unsafe fn store2_numbers_bf16<const STREAM: bool>(self, p: *mut bf16, v: [Self::F32; 2]) {
         // SAFETY: passed on.
         unsafe { self.store2_bf16::<STREAM>(p, v) }
     }
-    /// Two vectors in the order of memory, in that of [`Simd::load2_bf16`].
+    /// Converts two vectors from the order of memory to that of [`Simd::load2_bf16`].
     #[inline(always)]
     fn order2_bf16(self, v: [Self::F32; 2]) -> [Self::F32; 2] {
         v
@@ -140,8 +148,8 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn recip14(self, a: Self::F32) -> Self::F32;
     /// `a * b + c`
     fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
-    /// `a * b + c` where the product is not rounded on any instruction set, for the error terms of
-    /// products. The sum may be rounded twice.
+    /// `a * b + c`, whose product is not rounded on any instruction set: for the error terms of products. The sum may
+    /// be rounded twice.
     #[inline(always)]
     fn mul_add_exact(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {
         self.mul_add(a, b, c)
@@ -163,10 +171,10 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn mul_add_f64(self, a: Self::F64, b: f64, c: Self::F64) -> Self::F64;
 
     fn lt(self, a: Self::F32, b: Self::F32) -> Self::Mask;
-    /// `!(a <= b)`: also where one is NaN.
+    /// `!(a <= b)`, so true if either is NaN.
     fn not_le(self, a: Self::F32, b: Self::F32) -> Self::Mask;
     fn is_nan(self, a: Self::F32) -> Self::Mask;
-    /// `a` where the mask is set, else `b`.
+    /// `a` where the mask is set, `b` elsewhere.
     fn select(self, mask: Self::Mask, a: Self::F32, b: Self::F32) -> Self::F32;
 
     fn or_mask(self, a: Self::Mask, b: Self::Mask) -> Self::Mask;

@@ -2,8 +2,8 @@
 //!
 //! The caller and its helper threads take tasks until none is left. Each thread starts with its own share and then
 //! steals from the others'. A helper that starts late or not at all costs only speed, because the caller waits for
-//! tasks that have started, not for helpers to start. It waits for a team as a whole: see [`use_team`]. While it waits,
-//! it runs no foreign rayon jobs.
+//! tasks that have started, not for helpers to start. If [`use_team`] set a team of threads, the caller waits until all
+//! of the team have returned. While it waits, it runs no other jobs of the rayon pool.
 
 use super::float_mode::FloatMode;
 use super::pool;
@@ -57,7 +57,7 @@ pub type Team = fn(&(dyn Fn() + Sync));
 
 static TEAM: OnceLock<Team> = OnceLock::new();
 
-/// Sets the function by which this process runs parallel work from now on, instead of rayon. Only the first call has an
+/// Sets the function by which this process runs all later parallel work, instead of rayon. Only the first call has an
 /// effect.
 ///
 /// This is for programs whose other thread pool spins while idle, as OpenMP runtimes do: rayon's threads would compete
@@ -72,8 +72,8 @@ pub fn use_team(team: Team) {
 /// thread finds in its cache what it wrote in the call before. A thread that finishes its share takes tasks from the
 /// others' shares, so a late thread delays nothing but its own tasks. With one thread or one task only the caller runs.
 ///
-/// Other threads come from [`use_team`], else from the rayon pool that the caller is in, or from rayon's global one.
-/// Without the feature `threads` they come only from [`use_team`].
+/// Other threads come from [`use_team`] if a team was set, otherwise from the rayon pool that the caller is in or from
+/// rayon's global one. Without the feature `threads` they come only from [`use_team`].
 ///
 /// # Panics
 /// If a task panics, with the payload of the first panic. Tasks that had not started are skipped.
@@ -81,7 +81,7 @@ pub(crate) fn parallel_for(threads: usize, tasks: usize, task: impl Fn(usize) + 
     parallel_for_workers(threads, tasks, |_, i| task(i));
 }
 
-/// Runs tasks as [`parallel_for`], and calls `task(worker, i)`. No two tasks with the same `worker < min(threads,
+/// Runs tasks as [`parallel_for`] does, and calls `task(worker, i)`. No two tasks with the same `worker < min(threads,
 /// tasks)` run at the same time, so each worker can own scratch memory. The caller is worker 0. All tasks run with the
 /// caller's floating-point mode (rounding, flush-to-zero).
 pub(crate) fn parallel_for_workers(
@@ -178,7 +178,7 @@ impl Shares {
     }
 
     /// The worker index of this thread, or `None` if all are taken. It is 0 for the caller. Another thread gets the
-    /// index that it had last time if that is free, else the lowest free one.
+    /// index that it had last time if that is free, otherwise the lowest free one.
     fn claim(&self) -> Option<usize> {
         if this_thread() == self.caller {
             return Some(0);

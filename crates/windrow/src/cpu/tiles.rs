@@ -1,24 +1,24 @@
-//! Products of bf16 by tiles, of which some machines have eight in registers of their own.
+//! The interface of AMX: matrix products of bf16 in eight tile registers.
 
-/// A computation by tiles.
+/// A kernel that uses tiles.
 pub(crate) trait TileKernel {
-    /// `#[inline(always)]` as [`Kernel::run`](super::Kernel::run).
+    /// Must be `#[inline(always)]`, as [`Kernel::run`](super::Kernel::run).
     fn run<T: Tiles>(self, tiles: &mut T);
 }
 
-/// Rows of a tile, and f32, or pairs of bf16, in each.
+/// The number of rows of a tile, and of f32 (or pairs of bf16) in a row.
 pub(crate) const SIDE: usize = 16;
-/// Bytes of a row.
+/// The number of bytes in a row.
 pub(crate) const ROW_BYTES: usize = SIDE * size_of::<f32>();
-/// Bytes of a tile.
+/// The number of bytes in a tile.
 pub(crate) const TILE_BYTES: usize = SIDE * ROW_BYTES;
-/// Numbers of bf16 in a row.
+/// The number of bf16 in a row.
 pub(crate) const TERMS: usize = 2 * SIDE;
 
 /// Eight tiles, 0 to 7, each of [`SIDE`] rows of [`ROW_BYTES`] bytes.
 ///
-/// Products of bf16 are exact, sums are rounded to nearest even; numbers below 2^-126, of operands and of
-/// results, count as zero.
+/// Products of bf16 are exact, and sums are rounded to nearest even. Subnormal operands and results are treated as
+/// zero.
 pub(crate) trait Tiles {
     /// Fills a tile with zeros.
     fn zero<const TILE: usize>(&mut self);
@@ -28,14 +28,14 @@ pub(crate) trait Tiles {
     /// Writes a tile's rows, `stride` bytes apart.
     /// # Safety: they are writable.
     unsafe fn store<const TILE: usize>(&mut self, to: *mut u8, stride: usize);
-    /// Element (i, j) of `C`, in f32, gains the sum over p and both h of
-    /// `A(i, 2 p + h) * B(p, 2 j + h)`, which are bf16.
+    /// Adds to each f32 element (i, j) of `C` the sum over p, and over h in {0, 1}, of the bf16 products `A(i, 2 p + h)
+    /// * B(p, 2 j + h)`.
     fn add_products<const C: usize, const A: usize, const B: usize>(&mut self);
-    /// Asks for the cache line at `p`, any address, to be in the first-level cache.
+    /// Prefetches the cache line at `p` into the first-level cache. `p` may be any address.
     fn prefetch(&self, p: *const u8);
 }
 
-/// Reads one or two left operands of a block, 4 and 5.
+/// Loads one or two left operands of a block into tiles 4 and 5.
 ///
 /// # Safety
 /// They are readable, with rows `stride` bytes apart.
@@ -54,7 +54,7 @@ pub(crate) unsafe fn load_left<T: Tiles, const COUNT: usize>(
     }
 }
 
-/// Reads one or two right operands of a block, 6 and 7.
+/// Loads one or two right operands of a block into tiles 6 and 7.
 ///
 /// # Safety
 /// They are readable, with rows `stride` bytes apart.
@@ -73,7 +73,8 @@ pub(crate) unsafe fn load_right<T: Tiles, const COUNT: usize>(
     }
 }
 
-/// Adds the products of so many left and right operands to 0 and 1, and to 2 and 3 those of the second left one.
+/// Adds the products of the `LEFT` left operands (tiles 4 and 5) and the `RIGHT` right operands (6 and 7): those of
+/// tile 4 to tiles 0 and 1, those of tile 5 to tiles 2 and 3.
 #[inline(always)]
 pub(crate) fn add_block<T: Tiles, const LEFT: usize, const RIGHT: usize>(tiles: &mut T) {
     tiles.add_products::<0, 4, 6>();
@@ -91,7 +92,7 @@ pub(crate) fn add_block<T: Tiles, const LEFT: usize, const RIGHT: usize>(tiles: 
 #[cfg(test)]
 pub(crate) use model::TileModel;
 
-/// The instructions of AMX as Intel's manual describes them, for machines without.
+/// A software model of AMX as Intel's manual describes it, for tests on machines that do not have it.
 #[cfg(test)]
 mod model {
     use super::{ROW_BYTES, SIDE, Tiles};
@@ -116,7 +117,7 @@ mod model {
         }
     }
 
-    /// Denormal numbers are zeros, of their sign.
+    /// Zero with the sign of `x`, if `x` is subnormal.
     fn flushed(x: f32) -> f32 {
         if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
     }

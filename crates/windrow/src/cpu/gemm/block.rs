@@ -1,10 +1,10 @@
-//! A block of a product: its tiles for the terms of one step.
+//! The computation of a block of a product for one range of terms.
 
 use super::{BlockedProduct, Blocking, Left, Place, Right, Tile};
 use crate::cpu::{Kernel, Simd};
 use std::ops::Range;
 
-/// The tiles of a block for the terms of one step.
+/// A kernel that computes all tiles of a block for one range of terms.
 pub(super) struct Block<'a> {
     pub(super) blocking: &'a Blocking,
     // One kernel serves all.

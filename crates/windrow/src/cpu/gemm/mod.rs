@@ -1,9 +1,9 @@
-//! Matrix products in f32: a register-tiled micro-kernel, and a blocked driver that packs its operands
-//! as it goes; `strided.rs` multiplies matrices in memory with both.
+//! Matrix products in f32: a register-tiled micro-kernel, and a blocked loop nest that packs the operands block by
+//! block. `strided.rs` multiplies matrices in memory with both.
 //!
-//! The driver asks for its operands in panels through [`BlockedProduct`], so that a convolution can hand
-//! out panels of an im2col matrix that never exists as a whole, and can apply bias and activation
-//! to a tile while it is in the first-level cache.
+//! The loop nest gets its operands as panels from [`BlockedProduct`]. So a convolution can provide panels of an im2col
+//! matrix that never exists as a whole, and can apply bias and activation to a tile while it is in the first-level
+//! cache.
 
 mod block;
 mod strided;
@@ -14,18 +14,18 @@ use std::ops::Range;
 
 pub(crate) use strided::{Gemm, Matrix};
 
-/// Vectors in a row of a register tile.
+/// The number of vectors in a row of a register tile.
 const VECTORS: usize = 2;
-/// Most terms of the sums in one block: a right panel of 32 columns then takes 24 KiB.
+/// The maximum number of terms in a block (`kc`). A right panel of 32 columns then takes 24 KiB.
 pub(crate) const MAX_TERMS: usize = 192;
 
-/// Most rows of a register tile: accumulators, one row of the right operand and one broadcast
-/// element fill the registers.
+/// The maximum number of rows of a register tile: accumulators, one row of the right operand and one broadcast element
+/// just fit in the registers.
 const fn max_rows<S: Simd>() -> usize {
     (S::REGISTERS - VECTORS - 1) / VECTORS
 }
 
-/// Rows (at most) and columns of the register tile of an instruction set.
+/// The maximum number of rows, and the number of columns, of the register tile of an instruction set.
 pub(crate) fn tile_shape(isa: Isa) -> (usize, usize) {
     struct Shape;
     impl Kernel for Shape {
@@ -56,16 +56,18 @@ pub(crate) struct Right {
     pub panel: usize,
 }
 
-/// Memory of a finished tile whose columns lie next to each other, and what is done on the way there.
+/// The memory for a finished tile, whose columns are contiguous, and what is applied to the tile before it is stored:
+/// biases, residual, clamp.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     pub at: *mut f32,
-    /// Distance of rows.
+    /// Elements from one row to the next.
     pub row: isize,
-    /// A number for each row, and one for each column, both added. Null for none.
+    /// A bias for each row; null if there is none.
     pub row_bias: *const f32,
+    /// A bias for each column; null if there is none.
     pub col_bias: *const f32,
-    /// The residual, added after them, with the destination's layout. Null for none.
+    /// The residual, which is added after the biases and has the destination's layout; null if there is none.
     pub residual: *const f32,
     /// The bounds to which results are clamped.
     pub low: f32,
@@ -73,7 +75,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// The destination from row `i` and column `j` on.
+    /// The destination of the tile that starts at row `i` and column `j`.
     #[inline(always)]
     fn tile(self, i: usize, j: usize) -> Self {
         let bias = |bias: *const f32, at: usize| match bias.is_null() {
@@ -106,11 +108,13 @@ struct Tile {
     accumulate: bool,
     /// The destination of the sums instead of `c`.
     place: Option<Place>,
-    /// The address to prefetch meanwhile, and the elements of it for each term.
+    /// The address from which to prefetch, and the number of elements to prefetch for each term.
     ahead: (*const f32, usize),
 }
 
 impl Tile {
+    /// Calls [`tile`] with the tile's number of rows as a constant.
+    ///
     /// # Safety
     /// As for [`tile`], with at most the rows of an instruction set's tile.
     #[inline(always)]
@@ -135,6 +139,8 @@ impl Tile {
     }
 }
 
+/// Computes a register tile of `R` rows and `V` vectors, and stores it.
+///
 /// # Safety
 /// Panels `a` and `b` of `t.terms` terms are readable, `c` holds R rows of VECTORS vectors, and the place
 /// R rows of `t.cols` elements.
@@ -193,11 +199,11 @@ unsafe fn tile<S: Simd, const R: usize, const V: usize>(s: S, t: &Tile) {
     }
 }
 
-/// Brings the sums of a tile of whole vectors, without row biases, to their place: asking about each vector takes longer
-/// than short sums.
+/// Stores the sums of a tile of whole vectors without row biases at their place. It tests once for bias and residual:
+/// tests for each vector would take longer than short sums.
 ///
 /// # Safety
-/// Its elements are writable, the residual and the biases readable.
+/// The elements of the place are writable, the residual and the biases readable.
 #[inline(always)]
 unsafe fn put_whole<S: Simd, const R: usize, const V: usize>(
     s: S,
@@ -226,7 +232,7 @@ unsafe fn put_whole<S: Simd, const R: usize, const V: usize>(
     }
 }
 
-/// Brings sums of row `i` from column `j` on to their place, which has `cols` columns.
+/// Stores a vector of sums, at row `i` from column `j` on, at their place, which has `cols` columns.
 ///
 /// # Safety
 /// These elements are writable, and the biases readable.
@@ -277,13 +283,13 @@ unsafe fn step<S: Simd, const R: usize, const V: usize>(
 
 /// The operands of a blocked product, and the destination of its result.
 ///
-/// Row and column ranges start at multiples of `mr` and `nr`. The last panel of a right operand has as
-/// many columns as the others, with anything in those beyond the matrix; rows beyond it are not read.
+/// Row and column ranges start at multiples of `mr` and `nr`. The last panel of a right operand has as many columns as
+/// the others. Columns beyond the matrix may have any content. Rows beyond it are not read.
 pub(crate) trait BlockedProduct: Sync {
-    /// Panels of the left operand, packed into `scratch` where needed.
+    /// Panels of the left operand, packed into `scratch` if needed.
     ///
     /// # Safety
-    /// `scratch` holds as many elements as the `left` that [`Blocking::new`] was given asks for.
+    /// `scratch` has room for the panels of a block if [`Scratch::left`] was set for the blocking.
     unsafe fn left(
         &self,
         batch: usize,
@@ -292,10 +298,10 @@ pub(crate) trait BlockedProduct: Sync {
         scratch: *mut f32,
     ) -> Left;
 
-    /// Panels of the right operand, packed into `scratch` where needed.
+    /// Panels of the right operand, packed into `scratch` if needed.
     ///
     /// # Safety
-    /// As for `left`.
+    /// As for `left`, with [`Scratch::right`].
     unsafe fn right(
         &self,
         batch: usize,
@@ -304,8 +310,8 @@ pub(crate) trait BlockedProduct: Sync {
         scratch: *mut f32,
     ) -> Right;
 
-    /// The destination to which the registers of a finished tile, or of all tiles of a block, are stored; `None` if
-    /// [`BlockedProduct::store`] takes them.
+    /// The destination to which the registers of a finished tile, or of all tiles of a block, are stored. `None` if
+    /// they are passed to [`BlockedProduct::store`] instead.
     fn place(&self, _: usize, _: Range<usize>, _: Range<usize>) -> Option<Place> {
         None
     }
@@ -317,7 +323,7 @@ pub(crate) trait BlockedProduct: Sync {
     unsafe fn store(&self, batch: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32);
 }
 
-/// The operand for which the driver has to provide scratch memory.
+/// The operands for which the loop nest has to provide scratch memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scratch {
     pub left: bool,
@@ -325,25 +331,28 @@ pub(crate) struct Scratch {
 }
 
 /// The division of a product into blocks and tasks. The order of a sum depends only on the number of terms, so results
-/// do not depend on threads.
+/// do not depend on the number of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blocking {
     pub isa: Isa,
     pub rows: usize,
     pub cols: usize,
     pub terms: usize,
-    /// Rows and columns of a register tile.
+    /// Rows of a register tile.
     pub mr: usize,
+    /// Columns of a register tile.
     pub nr: usize,
-    /// Terms, rows and columns of a block; the last two are multiples of mr and nr.
+    /// Terms of a block.
     pub kc: usize,
+    /// Rows of a block, a multiple of `mr`.
     pub mc: usize,
+    /// Columns of a block, a multiple of `nr`.
     pub nc: usize,
     scratch: Scratch,
 }
 
 impl Blocking {
-    /// Blocks of at most about `mc` x `nc`.
+    /// The division into blocks of at most about `mc` x `nc`.
     pub(crate) fn new(
         isa: Isa,
         [rows, cols, terms]: [usize; 3],
@@ -358,17 +367,17 @@ impl Blocking {
         Blocking { isa, rows, cols, terms, mr, nr, kc, mc, nc, scratch }
     }
 
-    /// Blocks, each a task.
+    /// The number of blocks. Each is a task.
     pub(crate) fn tasks(&self) -> usize {
         self.rows.div_ceil(self.mc) * self.cols.div_ceil(self.nc)
     }
 
-    /// Most additions in a row that form an element: a block's sum, then the blocks'.
+    /// The maximum number of consecutive additions in an element: those in a block, then those of the blocks' sums.
     pub(crate) fn additions(&self) -> usize {
         self.kc + self.terms.div_ceil(self.kc)
     }
 
-    /// Elements of scratch memory for one worker.
+    /// The number of elements of scratch memory for one worker.
     pub(crate) fn scratch_len(&self) -> usize {
         self.left_len() + self.right_len() + self.tiles_len()
     }
@@ -383,7 +392,8 @@ impl Blocking {
         if self.scratch.right { (self.nc * self.kc).next_multiple_of(16) } else { 0 }
     }
 
-    /// Tiles wait for their next terms; with a single block of terms one at a time is enough.
+    /// The number of elements of partial sums. All tiles of a block are kept if the terms are in several blocks,
+    /// otherwise one tile.
     fn tiles_len(&self) -> usize {
         let tile = self.mr * self.nr;
         if self.kc < self.terms { self.mc * self.nc } else { tile }
@@ -392,8 +402,8 @@ impl Blocking {
     /// Computes `batch` products of this size on at most `threads` threads.
     ///
     /// # Safety
-    /// `scratch` holds [`Blocking::scratch_len`] elements for each thread, and the operands are
-    /// made for this blocking.
+    /// `scratch` holds [`Blocking::scratch_len`] elements for each thread, and the operands were made for this
+    /// blocking.
     pub(crate) unsafe fn run(
         &self,
         operands: &impl BlockedProduct,
@@ -461,14 +471,13 @@ impl Blocking {
     }
 }
 
-/// `total` cut into the fewest parts of at most `max`, as even as possible: the size of a part, at
-/// least 1.
+/// The size of a part if `total` is divided into the fewest parts of at most `max`, as equal as possible; at least 1.
 pub(crate) fn even_part(total: usize, max: usize) -> usize {
     total.div_ceil(total.div_ceil(max).max(1)).max(1)
 }
 
-/// Distance of rows in a row-major left operand of `kc` terms: rounded to whole vectors, and off
-/// the multiples of a page at which rows would fall into the same cache sets.
+/// The number of elements from one row to the next in a row-major left operand of `kc` terms, rounded up to whole
+/// vectors. Multiples of 256 (1 KiB) are avoided, because rows would map to the same cache sets.
 pub(crate) fn left_stride(kc: usize) -> usize {
     let stride = kc.next_multiple_of(16);
     if stride.is_multiple_of(256) { stride + 16 } else { stride }

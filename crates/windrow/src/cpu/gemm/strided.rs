@@ -27,7 +27,7 @@ impl Matrix {
 pub(crate) struct Gemm(Blocking);
 
 impl Gemm {
-    /// Most rows and columns of a block.
+    /// The maximum number of rows and of columns of a block.
     const BLOCK: usize = 256;
 
     pub(crate) fn new(isa: Isa, [rows, cols, terms]: [usize; 3]) -> Self {
@@ -35,12 +35,12 @@ impl Gemm {
         Gemm(Blocking::new(isa, [rows, cols, terms], [Self::BLOCK; 2], scratch))
     }
 
-    /// Elements of scratch memory for `threads` threads.
+    /// The number of elements of scratch memory for `threads` threads.
     pub(crate) fn scratch_len(&self, threads: usize) -> usize {
         threads.min(self.0.tasks()) * self.0.scratch_len()
     }
 
-    /// Elements of scratch memory that are enough for any product of at most these rows and columns on
+    /// The number of elements of scratch memory that is enough for any product of at most these rows and columns on
     /// `threads` threads.
     pub(crate) fn max_scratch_len(isa: Isa, threads: usize, [rows, cols]: [usize; 2]) -> usize {
         let (mr, nr) = tile_shape(isa);
@@ -52,9 +52,11 @@ impl Gemm {
         threads * (left + (nc * MAX_TERMS).next_multiple_of(16) + mc * nc)
     }
 
+    /// Computes the product on `threads` threads.
+    ///
     /// # Safety
-    /// All elements of the three matrices are in memory, `c`'s in memory of their own that nobody
-    /// else touches; `scratch` holds [`Gemm::scratch_len`] elements.
+    /// All elements of the three matrices are in memory. Those of `c` do not overlap, and nothing else accesses them
+    /// during the call. `scratch` holds [`Gemm::scratch_len`] elements.
     pub(crate) unsafe fn run(
         &self,
         threads: usize,

@@ -5,18 +5,19 @@ use crate::cpu::tiles::{ROW_BYTES, SIDE, TileKernel, Tiles};
 use std::arch::asm;
 use std::sync::LazyLock;
 
-/// AVX-512 with its BF16 extension, and AMX's products of bf16, as Intel has them since Sapphire Rapids, in a process that the
-/// system lets use them.
+/// AVX-512 with its BF16 extension, and AMX's products of bf16. Intel CPUs have had them since Sapphire Rapids. The
+/// operating system must permit the process to use AMX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Amx(Avx512Bf16);
 
-/// Registers of eight tiles.
+/// The eight tile registers.
 struct AmxTiles(());
 
 /// Bits of edx of leaf 7 of cpuid.
 const AMX_BF16: u32 = 1 << 22;
 const AMX_TILE: u32 = 1 << 24;
-/// Number of the state of tiles: of XCR0, with that of their shapes before it, and of the system's permission.
+/// The state component of tile data: its bit in XCR0 (the bit before it is that of the tile configuration), and its
+/// number in the request for permission.
 const TILE_DATA: u32 = 18;
 
 impl Amx {
@@ -25,12 +26,12 @@ impl Amx {
         Avx512Bf16::detect().filter(|_| *USABLE).map(Amx)
     }
 
-    /// Its other instructions.
+    /// The instruction set without AMX.
     pub(crate) fn bf16(self) -> Avx512Bf16 {
         self.0
     }
 
-    /// Runs a kernel with tiles whose shapes are set, and lets go of them.
+    /// Configures the tiles, runs the kernel, and releases the tiles.
     pub(crate) fn run(self, kernel: impl TileKernel) {
         /// The tile configuration in the layout of Intel's manual.
         #[repr(C, align(64))]
@@ -85,7 +86,7 @@ fn has_instructions() -> bool {
         && unsafe { enabled_states() } & tiles == tiles
 }
 
-/// Asks the system to let this process use tiles, which needs more memory for the state of a thread.
+/// Asks the operating system for permission to use tiles, which need more memory for the state of a thread.
 #[cfg(target_os = "linux")]
 fn is_permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;

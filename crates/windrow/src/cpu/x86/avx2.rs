@@ -5,7 +5,7 @@ use crate::cpu::{Kernel, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
-/// AVX2 with FMA and F16C, as every x86-64 core has since about 2013.
+/// AVX2 with FMA and F16C, which most x86-64 cores have had since about 2013.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx2(());
 

@@ -6,7 +6,7 @@ use crate::cpu::{Kernel, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
-/// AVX-512 F, BW, DQ, VL, CD with FMA and F16C, as every AVX-512 server core has since 2017.
+/// AVX-512 F, BW, DQ, VL, CD with FMA and F16C, which every server core with AVX-512 has had since 2017.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx512(());
 
@@ -22,8 +22,8 @@ impl Avx512 {
     }
 }
 
-/// The bits of a bf16 in the upper half of each lane, of numbers: rounded to nearest even by adding
-/// half a unit, less one where the result is even.
+/// Each lane rounded to bf16, in the lane's upper half, for lanes that are not NaN. Rounds to nearest even by adding
+/// half a unit in the last place, minus one if the upper half is even.
 #[inline(always)]
 unsafe fn round_number_to_bf16(v: __m512) -> __m512i {
     // SAFETY: called by Avx512 only.
@@ -35,7 +35,7 @@ unsafe fn round_number_to_bf16(v: __m512) -> __m512i {
     }
 }
 
-/// Rounds as [`round_number_to_bf16`]; a NaN keeps its upper bits and is made quiet.
+/// Rounds like [`round_number_to_bf16`]. A NaN keeps its upper bits and is made quiet.
 #[inline(always)]
 unsafe fn round_to_bf16(v: __m512) -> __m512i {
     // SAFETY: called by Avx512 only.
@@ -53,8 +53,10 @@ unsafe fn upper_halves([even, odd]: [__m512i; 2]) -> __m512i {
     unsafe { _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd) }
 }
 
+/// Stores a vector, with a non-temporal store if `STREAM`.
+///
 /// # Safety
-/// 64 bytes are writable at `p`, which is aligned to as many with `STREAM`. Called by Avx512 only.
+/// 64 bytes are writable at `p`, which is aligned to 64 bytes if `STREAM`. Called by Avx512 only.
 #[inline(always)]
 unsafe fn store_512<const STREAM: bool>(p: *mut __m512i, v: __m512i) {
     // SAFETY: passed on.

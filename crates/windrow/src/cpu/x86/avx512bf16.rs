@@ -5,7 +5,7 @@ use crate::cpu::{Bf16Products, Row, Simd};
 use half::bf16;
 use std::arch::x86_64::*;
 
-/// AVX-512 and its BF16 extension, as AMD has them since Zen 4 and Intel since Cooper Lake.
+/// AVX-512 and its BF16 extension, which AMD CPUs have had since Zen 4 and Intel's since Cooper Lake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx512Bf16(Avx512);
 
@@ -14,8 +14,9 @@ impl Avx512Bf16 {
         Avx512::detect().filter(|_| is_x86_feature_detected!("avx512bf16")).map(Avx512Bf16)
     }
 
-    /// True if products of bf16 take less time than those of f32. AMD's cores start as many instructions of either in a
-    /// cycle. Intel's start one bf16 instruction in two cycles and two f32 ones in each cycle: half as many products.
+    /// True if products of bf16 take less time than those of f32. AMD's cores issue equally many instructions of both
+    /// kinds per cycle, and a bf16 instruction has twice the products. Intel's issue one bf16 instruction every two
+    /// cycles but two f32 ones per cycle, so half as many products.
     pub(crate) fn is_fast() -> bool {
         #[allow(unused_unsafe)] // safe in later versions of Rust than the oldest that builds this
         // SAFETY: every machine that detects features by it has the instruction.
@@ -24,7 +25,7 @@ impl Avx512Bf16 {
     }
 }
 
-/// The sources of the elements of two interleaved vectors; the second vector counts from 32.
+/// The indices that interleave two vectors into two; those of the second vector start at 32.
 const INTERLEAVED: [[u16; 32]; 2] = {
     let mut order = [[0; 32]; 2];
     let mut i = 0;
@@ -35,7 +36,7 @@ const INTERLEAVED: [[u16; 32]; 2] = {
     order
 };
 
-/// Elements of two vectors in one, which take turns.
+/// The indices that interleave the halves of a vector.
 const TURNS: [u16; 32] = {
     let mut order = [0; 32];
     let mut i = 0;
@@ -49,7 +50,7 @@ const TURNS: [u16; 32] = {
 /// The elements of a row from `at` on.
 ///
 /// # Safety
-/// Elements inside of the row are readable. Called by [`Avx512Bf16`] only.
+/// Elements inside the row are readable. Called by [`Avx512Bf16`] only.
 #[inline(always)]
 unsafe fn load_row(row: Row, at: usize) -> __m512i {
     let below = |bound: usize| (1u64 << bound.saturating_sub(at).min(32)) - 1;

@@ -1,6 +1,6 @@
 //! The instruction sets of x86-64.
 
-/// `$body` with intrinsics of an instruction set that the token proves.
+/// Evaluates `$body`, which uses intrinsics; `self` proves that the machine has them.
 macro_rules! isa {
     ($body:expr) => {
         // SAFETY: `self` exists, so the machine has the instructions; for memory access the
@@ -9,7 +9,8 @@ macro_rules! isa {
     };
 }
 
-/// Methods that are one intrinsic, or a few, each a line; the `unsafe` ones ask their caller for memory.
+/// Methods that are one intrinsic or a few, one method per line. The caller of the `unsafe` ones guarantees that the
+/// memory is valid.
 macro_rules! instructions {
     (
         safe { $(fn $safe:ident($this:ident $(, $a:ident: $t:ty)*) $(-> $r:ty)? { $e:expr })* }
