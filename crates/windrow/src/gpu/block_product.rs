@@ -1,4 +1,4 @@
-//! Matrix products by a kernel of our own on AMD's GPUs, where the vendor's library is not called.
+//! Matrix products on AMD GPUs by Windrow's own kernel. AMD's library is not used.
 
 use super::gemm::{GemmOperands, GemmSpec, Matrix, Product};
 use super::runtime::{Handle, Launch, Outcome};
@@ -12,10 +12,11 @@ static SOURCE: Source = Source {
     includes: &[],
 };
 
-/// Rows and columns of a block's part of C, and its wavefronts.
+/// The side of the tile of C that a block computes.
 const TILE: usize = 32;
+/// The number of wavefronts of a block.
 const WAVEFRONTS: u32 = 4;
-/// The most blocks of a launch; a block computes further tiles in turn.
+/// The maximum number of blocks of a launch. If there are more tiles, each block computes several.
 const MAX_BLOCKS: usize = 1 << 20;
 
 params! {
@@ -48,6 +49,8 @@ pub(crate) struct BlockProduct {
 }
 
 impl BlockProduct {
+    /// Binds a product to its kernel.
+    ///
     /// # Errors
     /// As [`Gpu::kernel`].
     pub(crate) fn new(gpu: &'static Gpu, spec: &GemmSpec) -> Result<Self> {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 const MAGIC: &[u8; 8] = b"windrow1";
 
-/// The largest entry that is read: kernels have some hundred thousand bytes.
+/// The maximum size in bytes of an entry that is read. Kernels have a few hundred thousand bytes.
 const IMAGE_LIMIT: u64 = 256 << 20;
 
 /// The folder of compiled kernels: `cuda` or `hip` in the user's cache folder. `None` if there is no such folder; then
@@ -16,7 +16,7 @@ pub(super) fn directory(device: Device) -> Option<PathBuf> {
     folder::cache().map(|d| d.join(device.backend()))
 }
 
-/// File name for everything that a compilation depends on.
+/// The file name of a cache entry: a hash of everything that the compilation depends on.
 pub(super) fn key<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
     let mut hash = FNV_OFFSET;
     for part in parts {
@@ -26,7 +26,7 @@ pub(super) fn key<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
     format!("{hash:032x}")
 }
 
-/// The entry of this key, or what `make` gives, which is kept.
+/// The entry of `key`. If there is none, calls `make` and stores its result.
 ///
 /// # Errors
 /// Those of `make`.

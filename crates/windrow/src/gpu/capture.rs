@@ -1,4 +1,4 @@
-//! Captures of streams, and the graphs that come of them.
+//! Stream capture, and graphs.
 
 use super::runtime::{Handle, Recording};
 use super::{Gpu, Stream};
@@ -19,11 +19,12 @@ impl Stream {
         }
     }
 
-    /// Records what `work` gives to this stream into a graph, without running it. While a stream of [`Stream::new`] is
-    /// captured, nobody may use the legacy default stream: the two are ordered.
+    /// Records the work that `work` enqueues on this stream as a graph, without running it. A stream of [`Stream::new`]
+    /// is ordered with the legacy default stream, so no thread may use that stream during the capture.
     ///
     /// # Errors
-    /// What `work` returns, and [`Error::Backend`]: the default stream cannot be captured.
+    /// What `work` returns, and [`Error::Backend`], for example for the legacy default stream, which cannot be
+    /// captured.
     pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         let gpu = self.gpu();
         // SAFETY: the stream is alive; `Open` ends the capture whatever `work` does.
@@ -39,7 +40,7 @@ impl Stream {
     }
 }
 
-/// A capture that was begun and has to be ended.
+/// A capture that was begun and must be ended.
 struct Open<'a> {
     stream: &'a Stream,
 }
@@ -74,18 +75,18 @@ impl Drop for Captured {
     }
 }
 
-/// A capture under way.
+/// A capture in progress.
 #[derive(Debug)]
 pub(crate) struct Capture {
-    /// No other capture of the process has had it.
+    /// An id, unique among the captures of this process.
     pub(crate) id: u64,
     graph: Handle,
     gpu: &'static Gpu,
 }
 
 impl Capture {
-    /// Keeps `owner` as long as the graph, or what is instantiated from it, exists or runs. It may be dropped by a thread
-    /// of the driver's, so its destructor must not call the backend where [`is_releasing`].
+    /// Keeps `owner` as long as the graph, or what is instantiated from it, exists or runs. `owner` may be dropped on a
+    /// thread of the driver. So its destructor must not call the backend while [`is_releasing`] is true.
     ///
     /// # Errors
     /// [`Error::Backend`].
@@ -108,7 +109,8 @@ thread_local! {
     static RELEASING: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// True while a graph lets go of what it has [retained](Capture::retain), on this thread: the backend must not be called then.
+/// True on a thread that is dropping what a destroyed graph had [retained](Capture::retain). It must not call the
+/// backend then.
 pub(super) fn is_releasing() -> bool {
     RELEASING.get()
 }
@@ -130,8 +132,8 @@ impl Graph {
     /// [`Error::Backend`].
     ///
     /// # Safety
-    /// The memory that the recorded work uses must still be there, and be borrowed by nobody else
-    /// until the work is done.
+    /// The memory that the recorded work uses must still be allocated, and nothing else may access it until the work is
+    /// done.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
         // SAFETY: both are alive; the memory is the caller's promise.
         self.gpu.call(|runtime| unsafe { runtime.launch_graph(self.instance, stream.as_raw()) })
@@ -149,7 +151,7 @@ impl Drop for Graph {
 mod tests {
     use super::*;
 
-    /// Nothing without a device. Other tests use the default stream, with which blocking streams cannot be captured.
+    /// Does nothing without a GPU. Other tests use the default stream, with which blocking streams cannot be captured.
     #[test]
     fn a_capture_ends_after_an_error_and_after_a_panic() {
         let Ok(stream) = Gpu::of_tests().and_then(Stream::apart) else { return };
@@ -162,7 +164,7 @@ mod tests {
         stream.capture(|| Ok(())).unwrap();
     }
 
-    /// Nothing without a device.
+    /// Does nothing without a GPU.
     #[test]
     fn a_graph_keeps_what_its_capture_retained() {
         let Ok(stream) = Gpu::of_tests().and_then(Stream::apart) else { return };

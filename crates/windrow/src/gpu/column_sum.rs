@@ -18,9 +18,9 @@ params! {
     }
 }
 
-/// `out` = sum over `rows` of `partial`, added in a fixed order with compensation: the same bits every time.
-/// Rows have `columns` elements and begin `row_stride` elements apart. `out` has as many elements in
-/// one dimension, or in two, row-major.
+/// `out` = sum over `rows` of `partial`, added in a fixed order with compensation: the same bits every time. Rows have
+/// `columns` elements and begin `row_stride` elements apart. `out` has `columns` elements, in one dimension or
+/// row-major in two.
 ///
 /// # Errors
 /// [`Error::Backend`](crate::Error::Backend).

@@ -1,5 +1,5 @@
-//! The compilers that operators' tests compile their kernels by: NVRTC, and hiprtc for the chips that `WINDROW_COMPILE_FOR` lists
-//! (`gfx942,gfx1100`).
+//! The compilers with which the tests of operators compile their kernels: NVRTC, and hiprtc for the architectures that
+//! `WINDROW_COMPILE_FOR` lists (such as `gfx942,gfx1100`).
 
 use super::KernelSpec;
 
@@ -10,14 +10,15 @@ pub(crate) fn check_compiles(specs: &[KernelSpec]) {
     check_compiles_for_hip(specs);
 }
 
-/// Checks as [`check_compiles`], each kernel once, with NVRTC for one of the generations in turn.
+/// Checks like [`check_compiles`], but with NVRTC each kernel only for one compute capability, which changes from
+/// kernel to kernel.
 pub(crate) fn check_compiles_in_turn(specs: &[KernelSpec]) {
     #[cfg(feature = "cuda")]
     crate::cuda::compile_tests::check_compiles_in_turn(specs);
     check_compiles_for_hip(specs);
 }
 
-/// Fails if NVRTC makes a kernel for one generation that spills more than so many bytes.
+/// Fails if the kernel, compiled by NVRTC for `capability`, spills more than `most` bytes of registers.
 pub(crate) fn check_spills(spec: &KernelSpec, capability: (u32, u32), most: u32) {
     #[cfg(feature = "cuda")]
     crate::cuda::compile_tests::check_spills(spec, capability, most);

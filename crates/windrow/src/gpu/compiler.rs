@@ -1,4 +1,4 @@
-//! Compilers that are called as a library. Those of the vendors have the same functions.
+//! The run-time compilers, NVRTC and hiprtc, which have the same functions.
 
 use super::runtime::{Failure, Handle, Outcome};
 use super::source::KernelSpec;
@@ -29,7 +29,7 @@ pub(crate) struct Compiler<L: 'static> {
     /// Compiles it. Takes the number of options and the options.
     pub(crate) compile: unsafe fn(&L, Handle, c_int, *const *const c_char) -> Outcome<()>,
     pub(crate) destroy: unsafe fn(&L, *mut Handle) -> Outcome<()>,
-    /// Its messages.
+    /// The functions that read the compiler's messages.
     pub(crate) log: Reading<L>,
     /// The device, for errors.
     pub(crate) device: Device,
@@ -38,16 +38,16 @@ pub(crate) struct Compiler<L: 'static> {
 /// A compiled kernel.
 pub(crate) struct Compiled {
     pub(crate) image: Vec<u8>,
-    /// Its messages.
+    /// The compiler's messages.
     #[cfg_attr(not(test), allow(dead_code))] // tests read the report on registers
     pub(crate) log: String,
 }
 
 impl<L> Compiler<L> {
-    /// The image that `code` reads.
+    /// Compiles a kernel and returns its image, which `code` reads from the compiler.
     ///
     /// # Errors
-    /// [`Error::Backend`](crate::Error::Backend) with its messages.
+    /// [`Error::Backend`](crate::Error::Backend) with the compiler's messages.
     pub(crate) fn compile(
         &'static self,
         library: &'static L,

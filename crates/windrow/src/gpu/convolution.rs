@@ -1,4 +1,4 @@
-//! Convolutions by the vendor's library, where it is installed.
+//! Convolutions by the vendor's library (cuDNN), if it is installed.
 
 mod fastest;
 
@@ -7,11 +7,11 @@ use super::{Gpu, Stream};
 use crate::{DType, Error, Result};
 use std::fmt::Debug;
 
-/// `y = conv2d(x, w)` without bias. x, w and y have one type and are dense: [n, c, h, w] or, with
-/// `channels_last`, [n, h, w, c]; the filter [k, c/groups, r, s] in the same order.
+/// `y = conv2d(x, w)` without bias. x, w and y have the same type and are dense. x and y lie in memory as [n, c, h, w]
+/// or, with `channels_last`, as [n, h, w, c], and the filter as [k, c/groups, r, s] or [k, r, s, c/groups].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ConvolutionSpec {
-    /// f32, f16 or bf16; sums are f32.
+    /// The type: f32, f16 or bf16. Sums are f32.
     pub(crate) dtype: DType,
     pub(crate) channels_last: bool,
     /// n, c, h, w
@@ -23,28 +23,28 @@ pub(crate) struct ConvolutionSpec {
     pub(crate) stride: [usize; 2],
     pub(crate) padding: [usize; 2],
     pub(crate) dilation: [usize; 2],
-    /// f32 operands may be rounded to TF32.
+    /// True if f32 operands may be rounded to TF32.
     pub(crate) tf32: bool,
 }
 
-/// The kernel to use among those that the library names, in its order. All sum in f32, multiply operands that are no
-/// less exact than the spec asks for, and give the same bits every time.
+/// Which of the library's kernels to use. All of these kernels sum in f32, round operands no more than the spec allows,
+/// and are deterministic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// The first.
+    /// The one that the library expects to be fastest.
     First,
-    /// The fastest of the first few, measured once for a spec in a process.
+    /// The fastest of the first few, measured once per process for each spec.
     Fastest,
 }
 
-/// The sum of products to compute from the tensors of a [`ConvolutionSpec`].
+/// Which tensor of a [`ConvolutionSpec`] to compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
-    /// y of x and w.
+    /// y, from x and w.
     Forward,
-    /// The gradient of x, of w and that of y.
+    /// The gradient of x, from w and the gradient of y.
     BackwardData,
-    /// The gradient of w, of x and that of y.
+    /// The gradient of w, from x and the gradient of y.
     BackwardFilter,
 }
 
@@ -53,14 +53,14 @@ pub(crate) trait Convolution: Debug + Send + Sync {
     /// Bytes of workspace that a run needs, aligned to 256.
     fn workspace_bytes(&self) -> usize;
 
-    /// Computes what the operation says of w, x, y.
+    /// Computes the operation on w, x and y.
     ///
     /// # Safety
     /// As [`VendorConvolution::run`], with the device current.
     unsafe fn run(&self, tensors: [*mut u8; 3], workspace: *mut u8, stream: Handle) -> Outcome<()>;
 }
 
-/// The most workspace that a kernel may ask for.
+/// The maximum workspace of a kernel in bytes.
 const MAX_WORKSPACE: usize = 1 << 30;
 
 /// An operation bound to a device and a kernel.
@@ -68,17 +68,19 @@ const MAX_WORKSPACE: usize = 1 << 30;
 pub(crate) struct VendorConvolution {
     gpu: &'static Gpu,
     aligned: Box<dyn Convolution>,
-    /// The kernel for tensors at other addresses, if there is one.
+    /// The kernel for tensors that are not aligned to [`ALIGNMENT`](Self::ALIGNMENT), or the error if there is none.
     unaligned: Result<Box<dyn Convolution>>,
 }
 
 impl VendorConvolution {
-    /// The alignment of tensors that it has its fast kernels for, in bytes.
+    /// The alignment in bytes that the library's fast kernels need.
     pub(crate) const ALIGNMENT: usize = 16;
 
+    /// Binds an operation to a device and chooses the library's kernel.
+    ///
     /// # Errors
-    /// [`Error::Unsupported`] for tensors with 2^31 elements or more and for what the library has no
-    /// kernel for; [`Error::Backend`] without it, or if it fails.
+    /// [`Error::Unsupported`] for tensors with 2^31 elements or more, and if the library has no kernel;
+    /// [`Error::Backend`] without the library, or if it fails.
     pub(crate) fn new(
         gpu: &'static Gpu,
         spec: &ConvolutionSpec,
@@ -118,15 +120,16 @@ impl VendorConvolution {
         self.unaligned.is_ok() || is_aligned(tensors)
     }
 
-    /// Computes one of `tensors`, which are w, x and y or their gradients, of the others on `stream`. Allocates nothing
-    /// on the device and may be captured into a graph.
+    /// Computes, on `stream`, one of `tensors` from the other two. They are w, x and y, or their gradients. The call
+    /// allocates no GPU memory and may be captured into a graph.
     ///
     /// # Errors
     /// [`Error::Backend`]; [`Error::Unsupported`] for addresses that it does not [take](Self::takes).
     ///
     /// # Safety
-    /// The pointers must be the spec's tensors and [`VendorConvolution::workspace_bytes`] on the device of
-    /// the plan and of the stream, alive until the work is done; what is written may overlap nothing.
+    /// The pointers must be the spec's tensors and a workspace of [`VendorConvolution::workspace_bytes`], on the device
+    /// of this value and of the stream, alive until the work is done. The tensor that is written must not overlap
+    /// another.
     pub(crate) unsafe fn run(
         &self,
         tensors: [*mut u8; 3],
@@ -147,7 +150,7 @@ fn is_aligned(tensors: [*const u8; 3]) -> bool {
     tensors.iter().all(|&t| (t as usize).is_multiple_of(VendorConvolution::ALIGNMENT))
 }
 
-/// The kernels, at least one, the fastest as expected first.
+/// The library's kernels in order of expected speed, the fastest first; at least one.
 fn find(
     gpu: &'static Gpu,
     spec: &ConvolutionSpec,
@@ -173,7 +176,7 @@ fn find(
 }
 
 impl Gpu {
-    /// The version of the library behind [`VendorConvolution`]; an error says what to install.
+    /// The version of the convolution library, if it can be used. The error says what to install.
     pub(crate) fn convolves(&self) -> Result<String> {
         self.runtime.convolves()
     }

@@ -1,4 +1,4 @@
-//! A plain copy: the ceiling that memory-bound kernels are measured against.
+//! A plain copy, whose speed is the upper bound for memory-bound kernels.
 
 use super::{KernelSpec, Launch, Source, Stream, params};
 use crate::{Error, Result, TensorMut, TensorRef};
@@ -18,12 +18,12 @@ fn kernel_spec() -> KernelSpec {
     KernelSpec::new(&SOURCE, "copy_16").params::<Params>()
 }
 
-/// Copies `x` to `y`, 16 bytes a thread, when `stream` comes to it.
+/// Copies `x` to `y` in stream order, 16 bytes per thread.
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::DType`] if the two differ, [`Error::WrongDevice`],
-/// [`Error::Unsupported`] unless both lie alike and without gaps, aligned to 16 bytes and a multiple
-/// of them long; [`Error::Backend`].
+/// [`Error::Shape`] or [`Error::DType`] if the two differ, [`Error::WrongDevice`], [`Error::Unsupported`] unless both
+/// have the same strides, without gaps, are aligned to 16 bytes and are a multiple of 16 bytes long;
+/// [`Error::Backend`].
 pub fn copy(x: &TensorRef<'_>, y: &mut TensorMut<'_>, stream: &Stream) -> Result<()> {
     crate::tensor::check_tensor("y", y.desc(), x.dtype(), x.shape())?;
     crate::tensor::check_device("x", x.device(), stream.device())?;

@@ -8,13 +8,13 @@ use crate::{DType, Device, Error, Result};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, Once};
 
-/// Facts of a GPU that are known before it is used.
+/// The properties of a GPU that are known before it is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
     /// Index, as in [`Device::Cuda`] and [`Device::Hip`].
     pub index: u32,
-    /// The vendor's name.
+    /// The device's name as the vendor gives it, such as `NVIDIA H200`.
     pub name: String,
     /// The architecture that kernels are compiled for: `sm_90`, `gfx942`.
     pub architecture: String,
@@ -22,7 +22,7 @@ pub struct DeviceInfo {
     pub compute_capability: (u32, u32),
     /// Number of streaming multiprocessors, or compute units.
     pub multiprocessors: u32,
-    /// Threads that step together: 32, or 64 of a wavefront.
+    /// The number of threads of a warp (32) or of a wavefront (32 or 64).
     pub warp: u32,
     /// Device memory in bytes.
     pub memory: usize,
@@ -32,8 +32,8 @@ pub struct DeviceInfo {
     pub driver: (u32, u32),
 }
 
-/// The devices of this machine for the backend of `device`. Empty if it has none; an error only if there is no driver
-/// or it does not answer.
+/// The devices of this machine for the backend of `device`. Empty if it has none. It is an error only if there is no
+/// driver or if the driver fails.
 ///
 /// # Errors
 /// [`Error::NoDevice`] without a driver or in a build without the backend's feature, [`Error::Backend`].
@@ -47,7 +47,7 @@ pub(crate) fn devices(of: fn(u32) -> Device) -> Result<Vec<DeviceInfo>> {
 /// A device that a backend has started.
 pub(crate) struct Started {
     pub(crate) info: DeviceInfo,
-    /// Dynamic shared memory that a block may have, in bytes.
+    /// The maximum dynamic shared memory of a block, in bytes.
     pub(crate) shared_bytes: usize,
     pub(crate) runtime: Box<dyn Runtime>,
 }
@@ -79,7 +79,8 @@ fn backend(device: Device) -> Result<(&'static Backend, u32)> {
 /// Set in a process that was forked from one that had started a GPU.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
-/// A GPU does not survive a fork: in the child calls fail or hang, and locks may be held by threads that are not there.
+/// Returns an error in a process that was forked from one that had started a GPU. There the GPU's state is unusable:
+/// calls fail or hang, and locks may be held by threads that do not exist in the child.
 fn check_not_forked(device: Device) -> Result<()> {
     if !FORKED.load(Ordering::Relaxed) {
         return Ok(());
@@ -92,7 +93,7 @@ fn check_not_forked(device: Device) -> Result<()> {
     })
 }
 
-/// Notices forks from now on; a backend calls this before it starts its driver.
+/// Registers a fork handler. A backend calls this before it starts its driver.
 pub(crate) fn notice_forks() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -112,13 +113,13 @@ pub(crate) fn notice_forks() {
 pub(crate) struct Gpu {
     device: Device,
     pub(crate) info: DeviceInfo,
-    /// Dynamic shared memory that a block may have, in bytes.
+    /// The maximum dynamic shared memory of a block, in bytes.
     pub(crate) shared_bytes: usize,
     pub(super) runtime: Box<dyn Runtime>,
     pub(super) kernels: KernelCache,
     /// The kernels of `column_sum`, by the type of the sums.
     pub(super) column_sums: Kernels<DType>,
-    /// The memory and handles that have no owner any more, until they are freed.
+    /// The memory and handles that have no owner any more and have not been freed yet.
     pub(super) released: Released,
     pub(super) wrong_index: WrongIndex,
 }
@@ -157,8 +158,8 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// Allows kernels on `peer` to access memory of this device, if the two are linked. Between devices of one process,
-    /// NCCL reads and writes the tensors themselves.
+    /// Allows kernels on `peer` to access memory of this device, if the two are linked. NCCL needs this: between
+    /// devices of one process it accesses the tensors directly.
     pub(crate) fn allow_access_by(&self, peer: &Gpu) -> Result<()> {
         // SAFETY: both devices are in use.
         self.call(|runtime| unsafe { runtime.allow_access_by(peer.info.index) })
@@ -172,12 +173,12 @@ impl Gpu {
         self.runtime.has(feature)
     }
 
-    /// Blocks of a launch that the device runs at once, so many on a multiprocessor.
+    /// The number of blocks that the device runs at once if each multiprocessor runs `blocks` of them.
     pub(crate) fn wave(&self, blocks: usize) -> usize {
         blocks * self.info.multiprocessors as usize
     }
 
-    /// The number of blocks as in [`Gpu::wave`], rounded down to a power of two, as sizes often are.
+    /// The number of blocks as in [`Gpu::wave`], rounded down to a power of two, because sizes often are powers of two.
     pub(crate) fn round_wave(&self, blocks: usize) -> usize {
         1 << self.wave(blocks).max(1).ilog2()
     }
@@ -191,18 +192,20 @@ impl Gpu {
         f(&*self.runtime).map_err(|failure| failure.on(self.device()))
     }
 
-    /// Calls as [`Gpu::call`], for functions that wait for the device: an error may come from a kernel.
+    /// Calls like [`Gpu::call`], for functions that wait for the device, so that an error may be that of an earlier
+    /// kernel.
     pub(super) fn wait<T>(&self, f: impl FnOnce(&dyn Runtime) -> Outcome<T>) -> Result<T> {
         let _current = self.enter()?;
         f(&*self.runtime).map_err(|failure| self.fault(failure))
     }
 
-    /// Calls as [`Gpu::call`], for places that cannot return an error: it was or will be reported by a call that can.
+    /// Calls like [`Gpu::call`], for code that cannot return an error. The error was or will be reported by a call that
+    /// can.
     pub(super) fn try_call(&self, f: impl FnOnce(&dyn Runtime) -> Outcome<()>) {
         let _ = self.call(f);
     }
 
-    /// The error for a fault that the device reports, with the name of the kernel launched last.
+    /// The error for a device error, with the name of the kernel that was launched last.
     fn fault(&self, failure: Failure) -> Error {
         failure.of(self.kernels.suspect(), self.device())
     }
@@ -267,7 +270,7 @@ mod tests {
         }
     }
 
-    /// Nothing without a device.
+    /// Does nothing without a GPU.
     #[cfg(target_os = "linux")]
     #[test]
     fn a_forked_process_gets_an_error() {

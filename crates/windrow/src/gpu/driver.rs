@@ -1,16 +1,16 @@
-//! Functions that all drivers have, with the same types and names of their own. CUDA's came first, and HIP has its
-//! numbers too.
+//! The functions that the CUDA and HIP drivers have in common, under different names. The types and the status codes
+//! are the same in both.
 
 use super::runtime::Common;
 use super::{Failure, Handle, Outcome, Recording, Runtime, StreamKind};
 use std::ffi::{CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::ptr::null_mut;
 
-/// `CUresult`, `hipError_t`
+/// The status for out of memory, in `CUresult` and `hipError_t`.
 const OUT_OF_MEMORY: c_int = 2;
 const NOT_READY: c_int = 600;
 
-/// `CUmemAccessDesc`, `hipMemAccessDesc`
+/// The structure `CUmemAccessDesc` or `hipMemAccessDesc`.
 #[repr(C)]
 pub(crate) struct MemoryAccess {
     location_type: c_int,
@@ -67,7 +67,7 @@ calls! {
     find_function(*mut Handle, Handle, *const c_char);
 }
 
-/// A device by its driver: what [`Common`] needs.
+/// What [`Common`] needs to know of a device.
 pub(crate) trait Driven {
     type Library: 'static;
     const CALLS: Calls<Self::Library>;
@@ -80,7 +80,7 @@ pub(crate) trait Driven {
     /// True if the device can allocate in stream order.
     fn memory_pools(&self) -> bool;
 
-    /// The memory pool of a device that has one.
+    /// The default memory pool of a device for which [`Driven::memory_pools`] is true.
     fn pool(&self) -> Outcome<Handle> {
         // SAFETY: the device has memory pools, says the caller.
         made(|pool| unsafe { (Self::CALLS.default_pool)(self.library(), pool, self.number()) })
@@ -147,7 +147,7 @@ pub(crate) fn made(make: impl FnOnce(&mut Handle) -> Outcome<()>) -> Outcome<Han
     make(&mut handle).map(|()| handle)
 }
 
-/// The memory that a call allocates; `None` where there is not so much.
+/// The memory that a call allocates; `None` if there is not enough memory.
 fn allocated(make: impl FnOnce(&mut Handle) -> Outcome<()>) -> Outcome<Option<*mut u8>> {
     match made(make) {
         Ok(memory) => Ok(Some(memory.cast())),

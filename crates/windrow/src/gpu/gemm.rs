@@ -1,5 +1,4 @@
-//! Matrix products by the vendor's library, or by a kernel of our own if no library is used: row-major, strided,
-//! batched.
+//! Matrix products by the vendor's library, or on AMD GPUs by Windrow's own kernel: row-major, strided, batched.
 
 use super::runtime::{Handle, Outcome};
 use super::{Gpu, Stream};
@@ -11,7 +10,7 @@ use std::fmt::Debug;
 pub(crate) struct GemmSpec {
     pub(crate) m: usize,
     pub(crate) n: usize,
-    /// Terms of a sum, at least 1.
+    /// The number of terms of a sum, at least 1.
     pub(crate) k: usize,
     pub(crate) batch: usize,
     /// `m` x `k`, or `k` x `m` if transposed.
@@ -32,18 +31,18 @@ pub(crate) struct Matrix {
     pub(crate) transposed: bool,
     /// Elements from a stored row to the next: the leading dimension.
     pub(crate) row_stride: usize,
-    /// Elements from a matrix of the batch to the next; 0 repeats one (not for C).
+    /// Elements from a matrix of the batch to the next; 0 uses the same matrix for the whole batch (not for C).
     pub(crate) batch_stride: usize,
-    /// Bytes that its address is a multiple of, a power of two.
+    /// The alignment of its address in bytes, a power of two.
     pub(crate) alignment: usize,
 }
 
-/// Arithmetic of a product; sums are f32.
+/// The arithmetic of a product. Sums are f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GemmCompute {
-    /// Products of the operands as they are.
+    /// Operands are not rounded.
     F32,
-    /// f32 operands may be rounded to TF32.
+    /// Operands in f32 may be rounded to TF32.
     Tf32,
 }
 
@@ -77,7 +76,7 @@ pub(crate) struct GemmOperands {
 }
 
 impl Gemm {
-    /// Chooses the algorithm.
+    /// Binds a product to a device and chooses the library's algorithm.
     ///
     /// # Errors
     /// [`Error::Parameter`] for strides shorter than a row, `k` = 0, types or alignments other than
@@ -92,20 +91,20 @@ impl Gemm {
         Ok(Gemm { gpu, product: Some(gpu.runtime.product(spec)?) })
     }
 
-    /// Bytes of workspace that a run needs, aligned to 256; a multiple of 256, so that what follows is too.
+    /// Bytes of workspace that a run needs, aligned to 256; a multiple of 256, so that memory after it is aligned too.
     pub(crate) fn workspace_bytes(&self) -> usize {
         self.product.as_ref().map_or(0, |p| p.workspace_bytes())
     }
 
-    /// Computes C on `stream`; if `add`, the products are added to what it holds. Allocates nothing and may be
-    /// captured into a graph.
+    /// Computes C on `stream`; if `add`, the products are added to what it holds. The call allocates no memory and may
+    /// be captured into a graph.
     ///
     /// # Errors
     /// [`Error::Backend`].
     ///
     /// # Safety
-    /// The pointers must be the spec's matrices, and [`Gemm::workspace_bytes`], on the device of the
-    /// plan and of the stream, alive until the work is done; C may overlap nothing.
+    /// The pointers must be the spec's matrices and a workspace of [`Gemm::workspace_bytes`], on the device of this
+    /// value and of the stream, alive until the work is done. C must not overlap the other memory.
     pub(crate) unsafe fn run(
         &self,
         operands: GemmOperands,
@@ -119,7 +118,7 @@ impl Gemm {
 }
 
 impl Gpu {
-    /// Checks that [`Gemm`]s are available; the error says what to install.
+    /// Checks that matrix products are available. The error says what to install.
     pub(crate) fn multiplies(&self) -> Result<()> {
         self.runtime.multiplies()
     }
@@ -205,7 +204,7 @@ mod tests {
         assert!(change(|s| s.b.alignment = 12));
     }
 
-    /// Nothing without a device and cuBLASLt: then the error is typed.
+    /// Without a GPU and cuBLASLt, only checks that the error is typed.
     #[test]
     fn products_are_those_of_the_oracle() {
         for device in [Device::Cuda(0), Device::Hip(0)] {

@@ -30,14 +30,14 @@ unsafe impl Sync for Kernel {}
 #[derive(Debug, Default)]
 pub(super) struct KernelCache {
     loaded: OnceEach<KernelSpec, &'static Kernel>,
-    /// The kernel launched last, to name it when the device reports a fault.
+    /// The kernel that was launched last, to name it when the device reports an error.
     last: AtomicPtr<Kernel>,
     /// The kernels that were launched.
     launched: Mutex<Vec<&'static Kernel>>,
 }
 
 impl KernelCache {
-    /// The possible causes of a fault that the device reports.
+    /// A text that names the kernels that may have caused a device error.
     pub(super) fn suspect(&self) -> String {
         let last = self.last.load(Ordering::Relaxed);
         // SAFETY: null, or a kernel that lives as long as the process.
@@ -48,7 +48,7 @@ impl KernelCache {
     }
 }
 
-/// Values, of which each is made once for its key. A thread that wants a value waits if another thread is making it,
+/// A map whose values are made once, on first use. A thread that needs a value waits if another thread is making it,
 /// but not for other values.
 #[derive(Debug)]
 pub(super) struct OnceEach<K, V> {
@@ -149,10 +149,10 @@ impl Gpu {
 }
 
 impl Kernel {
-    /// Launches on a stream.
+    /// Launches the kernel on a stream.
     ///
-    /// With `WINDROW_CUDA_SYNC=1` or `WINDROW_HIP_SYNC=1` in the environment, every launch waits for its kernel,
-    /// unless a graph is captured. A fault is then reported with the right kernel's name.
+    /// With `WINDROW_CUDA_SYNC=1` or `WINDROW_HIP_SYNC=1` in the environment, every launch waits for its kernel, unless
+    /// a graph is captured. An error is then reported with the right kernel's name.
     ///
     /// # Errors
     /// [`Error::Backend`](crate::Error::Backend), naming the kernel.
@@ -178,8 +178,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// Launches as [`Kernel::launch`], but the device must be current already. The caller makes the error, and nothing
-    /// waits for the kernel.
+    /// Launches like [`Kernel::launch`], but the device must be current already. The caller makes the error, and
+    /// nothing waits for the kernel.
     ///
     /// # Safety
     /// As [`Kernel::launch`]; the stream must be alive.

@@ -5,10 +5,13 @@ use crate::{Device, Error, Result};
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 
-/// The places of a vendor's libraries. Each is looked for in the directories that `explicit` lists, then where the
-/// dynamic loader looks (a library that the process has already loaded, such as torch's, counts), then in toolkits,
-/// then in the packages of the Python environments in sight: that of this process, `VIRTUAL_ENV`, `CONDA_PREFIX`, and
-/// those of the programs on `PATH`.
+/// The search paths of a vendor's libraries. A library is searched in this order:
+///
+/// 1. the directories that `explicit` lists;
+/// 2. the dynamic loader's paths, where a library that the process has already loaded (such as PyTorch's) counts;
+/// 3. toolkits;
+/// 4. the packages of the Python environments: that of this process, `VIRTUAL_ENV`, `CONDA_PREFIX`, and those of the
+///    programs on `PATH`.
 #[derive(Debug)]
 pub(crate) struct Places {
     /// An environment variable that lists directories.
@@ -28,13 +31,13 @@ pub(crate) struct Places {
 pub(crate) struct Library {
     /// `libcudnn.so`: its file's name without a version.
     pub(crate) stem: &'static str,
-    /// The suffixes after the stem, the preferred first: names by which the loader knows copies.
+    /// The version suffixes to try after the stem, in this order.
     pub(crate) versions: &'static [&'static str],
     /// The stem of a library that this one opens by bare name, from its own directory.
     pub(crate) companion: Option<&'static str>,
     /// `None` if only the loader can find it.
     pub(crate) places: Option<&'static Places>,
-    /// The pip package that holds it; empty for the driver, or what stands in its place.
+    /// The pip package that holds it; empty for the driver (on HIP, the runtime library).
     pub(crate) package: &'static str,
     /// The first version that has all functions in use.
     pub(crate) since: &'static str,
@@ -49,9 +52,9 @@ pub(crate) enum Absent {
     Without(&'static str),
 }
 
-/// A library whose calls return a status, 0 where they succeed.
+/// A library whose calls return a status, which is 0 on success.
 pub(crate) trait Describe {
-    /// The library's words for a status.
+    /// The library's text for a status.
     fn describe(&self, status: c_int) -> String;
 
     fn check(&self, call: &'static str, status: c_int) -> Result<(), Failure> {
@@ -87,7 +90,8 @@ macro_rules! library {
             /// The library, which stays loaded for the life of the process.
             ///
             /// # Errors
-            /// Without it, or if it is too old to have all functions: how to get it.
+            /// If the library is missing or too old: [`Error::NoDevice`] for the driver, [`Error::Backend`] for another
+            /// library. The message says how to get it.
             $vis fn get() -> $crate::Result<&'static Self> {
                 static LOADED: std::sync::OnceLock<Result<$name, $crate::gpu::library::Absent>> =
                     std::sync::OnceLock::new();
@@ -102,10 +106,10 @@ macro_rules! library {
                 loaded.as_ref().map_err(|absent| $library.error(absent))
             }
 
-            /// The functions that `find` knows by their names.
+            /// The functions at the addresses that `find` returns for their names.
             ///
             /// # Safety
-            /// They must be those of the library's headers, and stay.
+            /// The functions must have the types of the library's headers, and must stay valid.
             $vis unsafe fn of(
                 find: impl Fn(&'static str) -> Option<*const std::ffi::c_void>,
             ) -> Result<Self, $crate::gpu::library::Absent> {
@@ -159,7 +163,8 @@ pub(crate) fn symbol(library: &libloading::Library, name: &str) -> Option<*const
 /// A function by its name.
 ///
 /// # Safety
-/// `F` must be the type of what `find` gives, and that outlive it.
+/// `F` must be the type of the function at the address that `find` returns. That function must stay loaded as long as
+/// the result is used.
 pub(crate) unsafe fn function<F: Copy>(
     find: impl Fn(&'static str) -> Option<*const c_void>,
     name: &'static str,
@@ -181,7 +186,7 @@ impl Library {
         found.ok_or(Absent::NotFound)
     }
 
-    /// The library by name: one that is loaded already matches, whatever directory it came from.
+    /// The library by name. One that is loaded already matches, whatever directory it came from.
     fn by_name(&self) -> Option<libloading::Library> {
         self.versions.iter().find_map(|version| {
             // SAFETY: a vendor's library; loading it runs only its own initialisation.
@@ -197,7 +202,7 @@ impl Library {
         load_newest(dir, self.stem)
     }
 
-    /// The error without it.
+    /// The error if the library is missing or incomplete.
     pub(crate) fn error(&self, absent: &Absent) -> Error {
         let name = self.stem.trim_end_matches(".so");
         let (device, since) = (self.device, self.since);
@@ -240,7 +245,7 @@ impl Places {
             .flat_map(|root| self.directories.iter().map(move |d| root.join(d)))
     }
 
-    /// The folders in packages of every Python environment in sight.
+    /// The folders in packages of every Python environment that [`Places`] names.
     fn of_python(&self) -> impl Iterator<Item = PathBuf> {
         let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"]
             .into_iter()
@@ -274,7 +279,7 @@ fn load_newest(dir: &Path, stem: &str) -> Option<libloading::Library> {
     })
 }
 
-/// The numbers behind the stem: `libnvrtc.so.11.2` is older than `libnvrtc.so.13`, and `.so.9` than `.so.12`.
+/// The numbers after the stem: `libnvrtc.so.11.2` is older than `libnvrtc.so.13`, and `.so.9` than `.so.12`.
 fn version_of(file: &Path, stem: &str) -> Vec<u64> {
     let name = file.file_name().unwrap_or_default().to_string_lossy();
     let behind = name.strip_prefix(stem).unwrap_or_default();

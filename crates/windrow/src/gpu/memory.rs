@@ -7,7 +7,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 /// Allocates `bytes` bytes, at least one, aligned to 256, with arbitrary contents. They are for later work on `stream`,
-/// and on streams that wait for it. [`free`] frees them.
+/// and on streams that wait for `stream`. [`free`] frees them.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`], [`Error::Backend`].
@@ -18,23 +18,24 @@ pub(super) fn allocate(stream: &Stream, bytes: usize) -> Result<*mut u8> {
     memory.ok_or(Error::OutOfMemory { device: gpu.device(), bytes })
 }
 
-/// Frees memory in the order of `stream`, which must be behind its last use.
+/// Frees memory in the order of `stream`. Its last use must come earlier in that order.
 ///
 /// # Safety
-/// It must be of [`allocate`], on the stream's device, and not be used after.
+/// `memory` must come from [`allocate`] on the stream's device and must not be used afterwards.
 pub(super) unsafe fn free(stream: &Stream, memory: *mut u8) -> Result<()> {
     // SAFETY: the caller's promise; the stream is alive.
     stream.gpu().call(|runtime| unsafe { runtime.free(memory, stream.as_raw()) })
 }
 
-/// Device memory, used in the order of a stream: allocated and freed in it, from the driver's pool, or lent.
+/// Device memory that is used in the order of one stream. It is either allocated from the driver's pool and freed in
+/// that order, or lent by the caller.
 #[derive(Debug)]
 pub(crate) struct DeviceBuffer {
     /// Null if there are no bytes.
     ptr: *mut u8,
     len: usize,
     stream: Arc<Stream>,
-    /// True if somebody else frees it.
+    /// True if the memory was lent, so that it is not freed here.
     is_lent: bool,
 }
 
@@ -44,8 +45,8 @@ unsafe impl Send for DeviceBuffer {}
 unsafe impl Sync for DeviceBuffer {}
 
 impl DeviceBuffer {
-    /// `len` bytes, aligned to 256, contents arbitrary. Work on `stream` may use them at once; work
-    /// on other streams must be ordered after the allocation.
+    /// `len` bytes, aligned to 256, with arbitrary contents. Work on `stream` may use them at once; work on other
+    /// streams must be ordered after the allocation.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Backend`].
@@ -54,11 +55,11 @@ impl DeviceBuffer {
         Ok(DeviceBuffer { ptr, len, stream: stream.clone(), is_lent: false })
     }
 
-    /// `len` bytes at `ptr`, aligned to 256, that somebody else frees.
+    /// `len` bytes at `ptr`, aligned to 256, that the caller frees.
     ///
     /// # Safety
-    /// They must be memory of the stream's device, which nobody else uses before this value is dropped and the
-    /// stream has come past the work given to it until then.
+    /// They must be memory of the stream's device. Nothing else may use them until this value is dropped and the stream
+    /// has finished the work that was enqueued before that.
     pub(crate) unsafe fn lent(stream: &Arc<Stream>, ptr: *mut u8, len: usize) -> Self {
         DeviceBuffer { ptr, len, stream: stream.clone(), is_lent: true }
     }
@@ -67,7 +68,7 @@ impl DeviceBuffer {
         self.len
     }
 
-    /// True if `stream` is the one whose order it was allocated in.
+    /// True if `stream` is the one in whose order it was allocated.
     pub(crate) fn is_allocated_on(&self, stream: &Arc<Stream>) -> bool {
         Arc::ptr_eq(&self.stream, stream)
     }
@@ -91,13 +92,13 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// Reading of a tensor wherever it lies. It stands here, so that tensors know of no device.
+/// Reads a tensor on any device. It is here and not in `tensor/`, so that `tensor/` does not depend on GPUs.
 impl TensorRef<'_> {
-    /// All elements in row-major order, as f64; for oracles and tests. Device memory is copied; what
-    /// writes it must be done, see [`Workspace::synchronize`](crate::Workspace::synchronize).
+    /// All elements in row-major order, as f64; for oracles and tests. GPU memory is copied. The work that writes it
+    /// must have finished (see [`Workspace::synchronize`](crate::Workspace::synchronize)).
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; for device memory [`Error::NoDevice`], [`Error::Backend`].
+    /// [`Error::OutOfMemory`]; for GPU memory also [`Error::NoDevice`], [`Error::Backend`].
     pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
         match self.device() {
             Device::Cpu => self.host_to_f64_vec(),
@@ -105,8 +106,7 @@ impl TensorRef<'_> {
         }
     }
 
-    /// All elements in row-major order. Device memory is copied, as in
-    /// [`to_f64_vec`](Self::to_f64_vec).
+    /// All elements in row-major order. GPU memory is copied, as in [`to_f64_vec`](Self::to_f64_vec).
     ///
     /// # Errors
     /// [`Error::DType`] if `T` is another type than the tensor's, and as
@@ -144,14 +144,13 @@ pub(crate) fn download(x: &TensorRef<'_>) -> Result<Tensor> {
     Ok(out)
 }
 
-/// The widest access of a thread.
+/// The size in bytes of the widest memory access of a thread.
 const VECTOR_BYTES: usize = 16;
 
-/// A tensor that owns device memory: to bring data to a device and back.
+/// A tensor that owns GPU memory, to copy data to a GPU and back.
 ///
-/// Uploads keep the strides of the host's view and its address modulo 16, so that a kernel sees
-/// the same alignment of vectors; beyond that they begin where device memory does, at a multiple of
-/// 256, whatever the host's allocator does.
+/// An upload keeps the strides of the host tensor and its address modulo 16, so that kernels see the same alignment.
+/// Otherwise it starts at a multiple of 256, whatever the host's allocator does.
 ///
 /// ```no_run
 /// use windrow::{TensorRef, cuda::DeviceTensor};
@@ -168,7 +167,8 @@ pub struct DeviceTensor {
 }
 
 impl DeviceTensor {
-    /// A tensor on a GPU (a number is a CUDA device) whose bytes are all 0xff: NaN in every float type.
+    /// A tensor on a GPU whose bytes are all 0xff, which is NaN in every float type. An integer as `device` is the
+    /// index of a CUDA device.
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`], [`Error::Backend`].
@@ -176,7 +176,7 @@ impl DeviceTensor {
         Self::with_misalignment(desc, device.into(), 0)
     }
 
-    /// The tensor as by [`new`](Self::new), with the lowest element `misalignment` bytes past a multiple of 256.
+    /// A tensor like that of [`new`](Self::new), with the lowest element `misalignment` bytes past a multiple of 256.
     fn with_misalignment(desc: TensorDesc, device: Device, misalignment: usize) -> Result<Self> {
         let (low, high) = desc.layout.extent().unwrap_or((0, -1));
         let size = desc.dtype.size();
@@ -196,7 +196,7 @@ impl DeviceTensor {
         Ok(DeviceTensor { buffer, origin: misalignment + low.unsigned_abs() * size, desc })
     }
 
-    /// A copy of a host tensor on a GPU.
+    /// A copy of a host tensor on a GPU. An integer as `device` is the index of a CUDA device.
     ///
     /// # Errors
     /// As [`new`](Self::new), and [`Error::WrongDevice`] if `x` is not on the CPU.
@@ -238,8 +238,8 @@ impl DeviceTensor {
         Ok(t)
     }
 
-    /// The elements in row-major order, on the CPU. Waits for all work on the device's blocking
-    /// streams; work on others must be waited for before.
+    /// The elements in row-major order, on the CPU. Waits for all work on the device's blocking streams (those that are
+    /// ordered with the legacy default stream). Work on other streams must have finished before the call.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], and [`Error::Backend`] if a kernel failed before.

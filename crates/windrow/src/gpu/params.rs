@@ -1,10 +1,10 @@
 //! Parameter structures of kernels, declared by the host and compared with the device's by the compiler.
 
-/// A field, or several of one type that the device names one by one.
+/// A field of a parameter structure, or an array whose elements are separate fields in the device's structure.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Field {
     pub(crate) names: &'static [&'static str],
-    /// Fields of the base structure, for the field that stands for it; such a field has no names.
+    /// The fields of the base structure, if this field is the base structure. Such a field has no names.
     pub(crate) base: &'static [Field],
     pub(crate) offset: usize,
     pub(crate) bytes: usize,
@@ -13,13 +13,13 @@ pub(crate) struct Field {
 /// A structure that a kernel takes as its one argument.
 ///
 /// # Safety
-/// It must be `repr(C)`, and begin with these fields and no others.
+/// It must be `repr(C)`, and its fields must be exactly [`Params::FIELDS`].
 pub(crate) unsafe trait Params: 'static {
     const FIELDS: &'static [Field];
 }
 
-/// Declares structures that kernels take. Fields are named as in the `.cu` file, or an array says which fields there
-/// are its elements. A structure that inherits another one in the `.cu` file begins with it here, as `base`.
+/// Declares structures that kernels take. A field has its name in the `.cu` file, or `as [...]` lists the names there
+/// of an array's elements. A structure that inherits another one in the `.cu` file begins with it here, as `base`.
 macro_rules! params {
     (@names $field:ident) => { &[stringify!($field)] };
     (@names $field:ident $($part:ident),+) => { &[$(stringify!($part)),+] };
@@ -55,7 +55,7 @@ macro_rules! params {
 }
 pub(crate) use params;
 
-/// Name, offset and bytes of each field as the device names them.
+/// The name, offset and bytes of each field of the device's structure.
 pub(super) fn elements(
     fields: &'static [Field],
 ) -> Box<dyn Iterator<Item = (&'static str, usize, usize)>> {
@@ -66,7 +66,8 @@ pub(super) fn elements(
     }))
 }
 
-/// True, in C++ with the backend's `OFFSET_OF(structure, field)`, if the structure of this name has these fields (name, offset, bytes) and so many bytes.
+/// A C++ expression that is true if the structure `name` has these fields (name, offset, bytes) and `bytes` bytes. It
+/// uses the backend's macro `OFFSET_OF(structure, field)`.
 pub(super) fn agreement(
     name: &str,
     fields: impl Iterator<Item = (&'static str, usize, usize)>,

@@ -1,4 +1,4 @@
-//! Pinned host memory, which the copy engine reads and writes beside kernels.
+//! Pinned host memory, which the GPU's DMA engine can copy while kernels run.
 
 use super::{Gpu, Stream};
 use crate::{Device, Error, Result};
@@ -28,12 +28,12 @@ impl PinnedBuffer {
         Ok(PinnedBuffer { ptr, len, gpu })
     }
 
-    /// The memory, which is never freed then.
+    /// Returns the memory, which is then never freed.
     pub(super) fn leak(self) -> *mut u8 {
         std::mem::ManuallyDrop::new(self).ptr
     }
 
-    /// The bytes. No copy of the device's may be under way.
+    /// The bytes. No copy by the device may be in progress.
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: initialised in `new`, borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
@@ -45,8 +45,8 @@ impl PinnedBuffer {
     /// [`Error::Backend`].
     ///
     /// # Safety
-    /// `bytes` bytes at `dst` must be writable on the stream's device, and the buffer be alive and
-    /// unchanged until the stream has come past the copy.
+    /// `bytes` bytes at `dst` must be writable on the stream's device. The buffer must be alive and unchanged until the
+    /// copy is done.
     pub(crate) unsafe fn send(&self, dst: *mut u8, bytes: usize, stream: &Stream) -> Result<()> {
         assert!(bytes <= self.len);
         // SAFETY: the caller's promise.

@@ -35,40 +35,40 @@ impl Failure {
     }
 }
 
-/// The features that some devices have and others have not. Operators ask for these, never for a chip.
+/// The hardware features that only some GPUs have. Operators query these, never the model of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Feature {
-    /// A warp multiplies blocks of f16/bf16, and of f32 rounded to TF32.
+    /// Tensor cores (`mma`): a warp multiplies blocks of f16 or bf16, and of f32 rounded to TF32.
     MatrixProducts,
-    /// A wavefront multiplies blocks of f16/bf16.
+    /// AMD's matrix cores (MFMA or WMMA): a wavefront multiplies blocks of f16 or bf16.
     WavefrontProducts,
-    /// And of f32.
+    /// AMD's matrix cores with f32: a wavefront multiplies blocks of f32 too (MFMA).
     WavefrontFloatProducts,
-    /// Four warps multiply blocks that lie in shared memory.
+    /// Hopper's `wgmma`: a warpgroup (four warps) multiplies blocks in shared memory.
     WarpgroupProducts,
-    /// An engine copies blocks of memory and boxes of tensors to shared memory.
+    /// The Tensor Memory Accelerator (TMA) copies blocks of memory and boxes of tensors to shared memory.
     BulkCopies,
-    /// A kernel may start while the one before it ends.
+    /// Programmatic dependent launch: a kernel may start while the one before it ends.
     OverlappedLaunches,
-    /// Products of f16/bf16 truncate when they add.
+    /// Tensor cores truncate (do not round) when they add products of f16 or bf16.
     TruncatedSums,
 }
 
-/// The order of a stream with others.
+/// How a stream is ordered with other streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamKind {
     /// Ordered with the legacy default stream.
     Blocking,
-    /// Ordered with no stream.
+    /// Not ordered with any other stream.
     Apart,
-    /// Ordered as `Blocking`; blocks of its kernels start before waiting blocks of other streams.
+    /// Ordered like `Blocking`. Blocks of its kernels start before waiting blocks of other streams.
     Urgent,
 }
 
 /// The state of a stream's capture.
 pub(crate) enum Recording {
     No,
-    /// Into `graph`; no other capture of the process has had the number.
+    /// Capturing into `graph`. `id` is unique among the captures of this process.
     Into {
         id: u64,
         graph: Handle,
@@ -77,7 +77,7 @@ pub(crate) enum Recording {
     Broken,
 }
 
-/// Size of a launch.
+/// The size of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Launch {
     /// Blocks in x, y, z: at most 2^31 - 1, 65535, 65535.
@@ -87,7 +87,7 @@ pub(crate) struct Launch {
 }
 
 impl Launch {
-    /// Blocks and their threads in x alone.
+    /// A launch with blocks and threads in x only.
     pub(crate) fn line(blocks: usize, threads: usize) -> Self {
         Launch { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1] }
     }
@@ -99,7 +99,7 @@ pub(crate) struct Function {
     pub(crate) handle: Handle,
     /// Bytes of dynamic shared memory.
     pub(crate) shared_bytes: u32,
-    /// True if it may start while the previous kernel ends.
+    /// True if the kernel may start while the previous one ends.
     pub(crate) overlapped: bool,
 }
 
@@ -107,20 +107,20 @@ pub(crate) struct Function {
 /// [`Calls`](super::driver::Calls) has all of them.
 ///
 /// # Safety
-/// As of [`Runtime`].
+/// As for [`Runtime`].
 pub(crate) trait Common {
     /// Allows kernels on the device of this index to access memory from [`Common::allocate`], if the two are linked.
     unsafe fn allow_access_by(&self, peer: u32) -> Outcome<()>;
 
-    /// Memory aligned to 256 bytes, in the order of the stream; `None` where there is not so much.
+    /// Memory aligned to 256 bytes, in the order of the stream; `None` if there is not enough memory.
     unsafe fn allocate(&self, bytes: usize, stream: Handle) -> Outcome<Option<*mut u8>>;
     unsafe fn free(&self, memory: *mut u8, stream: Handle) -> Outcome<()>;
-    /// Pinned host memory; `None` where there is not so much.
+    /// Pinned host memory; `None` if there is not enough memory.
     unsafe fn allocate_host(&self, bytes: usize) -> Outcome<Option<*mut u8>>;
     unsafe fn free_host(&self, memory: *mut u8) -> Outcome<()>;
 
     unsafe fn synchronize_stream(&self, stream: Handle) -> Outcome<()>;
-    /// Work given to the stream from here on waits for the event.
+    /// Makes later work of the stream wait for the event.
     unsafe fn wait(&self, stream: Handle, event: Handle) -> Outcome<()>;
 
     unsafe fn create_event(&self, timed: bool) -> Outcome<Handle>;
@@ -130,12 +130,13 @@ pub(crate) trait Common {
     unsafe fn synchronize_event(&self, event: Handle) -> Outcome<()>;
     unsafe fn milliseconds(&self, start: Handle, end: Handle) -> Outcome<f32>;
 
-    /// Records what this thread gives to the stream from here on.
+    /// Starts to record the work that this thread enqueues on the stream.
     unsafe fn begin_capture(&self, stream: Handle) -> Outcome<()>;
-    /// The graph.
+    /// Ends the capture and returns its graph.
     unsafe fn end_capture(&self, stream: Handle) -> Outcome<Handle>;
     unsafe fn recording(&self, stream: Handle) -> Outcome<Recording>;
-    /// Calls `release` with `owner` when the graph and all that is made of it are gone, in any thread; after an error at once.
+    /// Calls `release` with `owner` on any thread when the graph and everything made of it are gone; after an error at
+    /// once.
     unsafe fn retain(
         &self,
         graph: Handle,
@@ -152,12 +153,12 @@ pub(crate) trait Common {
     fn restore_captures(&self, mode: c_int);
 }
 
-/// A device of a backend. Nothing here checks, remembers or locks: that is written once, above.
+/// A device of a backend. Implementations do not check arguments, cache or lock: [`Gpu`](super::Gpu) does that once for
+/// all backends.
 ///
 /// # Safety
-/// Functions are called with the device current ([`Runtime::enter`]), but for `enter` itself, `has`, `recipe`
-/// and `compile`. What they are given belongs to this device and is alive; of memory, as long as the work of the
-/// stream that uses it.
+/// The device must be current ([`Runtime::enter`]), except for `enter` itself, `has`, `recipe` and `compile`. Arguments
+/// must belong to this device and be alive. Memory must stay alive until the stream's work that uses it has finished.
 pub(crate) trait Runtime: Common + Debug + Send + Sync {
     fn has(&self, feature: Feature) -> bool;
 
@@ -188,11 +189,11 @@ pub(crate) trait Runtime: Common + Debug + Send + Sync {
     /// A number that no other stream of the process has had.
     unsafe fn stream_id(&self, stream: Handle) -> Outcome<u64>;
 
-    /// The compiler's version, and the options for a kernel: with the sources, all that an image depends on.
+    /// The compiler's version, and the options for a kernel. Together with the sources, these determine the image.
     fn recipe(&self, spec: &KernelSpec) -> Result<(String, Vec<String>)>;
-    /// The image of a kernel, by the options of its recipe.
+    /// The image of a kernel, compiled with the options of its recipe.
     fn compile(&self, spec: &KernelSpec, options: &[String]) -> Result<Vec<u8>>;
-    /// The entry point of an image, allowed to use so much dynamic shared memory.
+    /// The entry point of an image, allowed to use `shared_bytes` of dynamic shared memory.
     unsafe fn load(&self, image: &[u8], entry: &str, shared_bytes: u32) -> Outcome<Handle>;
     /// Launches a kernel on its one argument, the structure at `params`.
     unsafe fn launch(
@@ -203,31 +204,31 @@ pub(crate) trait Runtime: Common + Debug + Send + Sync {
         stream: Handle,
     ) -> Outcome<()>;
 
-    /// `Ok` if matrix products can be had.
+    /// `Ok` if matrix products are available.
     fn multiplies(&self) -> Result<()>;
-    /// A matrix product, which has elements to compute.
+    /// A prepared matrix product, which has elements to compute.
     fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>>;
     /// The version of the vendor's library of convolutions.
     fn convolves(&self) -> Result<String>;
-    /// The library's kernels for a convolution, at most so many, the fastest as expected first.
+    /// The library's kernels for a convolution, at most `limits.most`, in order of expected speed, the fastest first.
     fn convolutions(
         &self,
         spec: &ConvolutionSpec,
         operation: Operation,
         limits: ConvolutionLimits,
     ) -> Result<Vec<Box<dyn Convolution>>>;
-    /// The descriptor by which the copy engine reads boxes of a tensor.
+    /// The descriptor with which the TMA reads boxes of a tensor.
     unsafe fn tensor_map(&self, boxes: &TensorBoxes) -> Outcome<[u64; 16]>;
-    /// The same for pixels of a convolution.
+    /// The descriptor with which the TMA reads pixels of a convolution.
     unsafe fn tensor_map_of_pixels(&self, pixels: &TensorPixels) -> Outcome<[u64; 16]>;
 }
 
-/// The requirements on kernels of a convolution.
+/// The limits for kernels of a convolution.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ConvolutionLimits {
-    /// Bytes that every address is a multiple of.
+    /// The alignment of every address in bytes.
     pub(crate) alignment: usize,
     pub(crate) workspace: usize,
-    /// Kernels, at least one.
+    /// The maximum number of kernels, at least 1.
     pub(crate) most: usize,
 }

@@ -7,8 +7,8 @@ use crate::Result;
 use crate::try_once_lock::TryOnceLock;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A block of device memory that knows where it was used last: its owner may let go of it at any time, on any thread, without
-/// waiting and without any of the streams being alive still.
+/// Device memory that records its last use on each stream. It can be dropped at any time and on any thread, without
+/// waiting, even after the streams are gone.
 #[derive(Debug)]
 pub(crate) struct SharedBuffer {
     ptr: *mut u8,
@@ -18,7 +18,7 @@ pub(crate) struct SharedBuffer {
     uses: Mutex<Vec<(u64, Event)>>,
 }
 
-/// Memory that nobody owns any longer, and the stream that frees it.
+/// Memory that has no owner any more, and the stream that frees it.
 #[derive(Debug, Default)]
 pub(super) struct Released {
     blocks: Mutex<Vec<Block>>,
@@ -40,8 +40,8 @@ unsafe impl Send for SharedBuffer {}
 unsafe impl Sync for SharedBuffer {}
 
 impl SharedBuffer {
-    /// `len` bytes, at least one, aligned to 256, contents arbitrary: for work on `stream` from here on, and on streams that
-    /// wait for it.
+    /// `len` bytes, at least one, aligned to 256, with arbitrary contents. They are for later work on `stream`, and on
+    /// streams that wait for `stream`.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::Backend`](crate::Error::Backend).
@@ -52,9 +52,9 @@ impl SharedBuffer {
         Ok(buffer)
     }
 
-    /// A buffer as by [`SharedBuffer::new`], for work of any stream, also while this thread captures one. The memory is
-    /// allocated now, not when a graph runs, and a graph has to [retain](super::capture::Capture::retain) it. Waits for
-    /// the allocation.
+    /// A buffer like that of [`SharedBuffer::new`], for work on any stream, also while this thread captures one. The
+    /// memory is allocated now, not when a graph runs, and a graph has to [retain](super::capture::Capture::retain) it.
+    /// Waits for the allocation.
     ///
     /// # Errors
     /// As [`SharedBuffer::new`].
@@ -82,13 +82,13 @@ impl SharedBuffer {
         self.gpu
     }
 
-    /// Its address. Writers and readers have to be ordered by streams and events.
+    /// Its address. Writers and readers must be ordered by streams and events.
     pub(crate) fn as_mut_ptr(&self) -> *mut u8 {
         self.ptr
     }
 
-    /// Records that the work given to `stream` so far uses the memory. If the stream is captured, the graph keeps the
-    /// memory.
+    /// Records that the work enqueued on `stream` so far uses the memory. If the stream is captured, the graph keeps
+    /// the memory.
     ///
     /// # Errors
     /// [`Error::Backend`](crate::Error::Backend).
@@ -99,7 +99,7 @@ impl SharedBuffer {
         }
     }
 
-    /// Records as [`SharedBuffer::used_on`], for a stream that is not captured.
+    /// Records like [`SharedBuffer::used_on`], for a stream that is not captured.
     pub(crate) fn mark_use(&self, stream: &Stream) -> Result<()> {
         let id = stream.id()?;
         // Taken out while it is recorded: the driver may wait for room in the stream's queue.
@@ -130,7 +130,8 @@ impl Drop for SharedBuffer {
 }
 
 impl Gpu {
-    /// Frees the memory of [`SharedBuffer`]s that were dropped, behind the last use of each. Waits for nothing.
+    /// Frees the memory of [`SharedBuffer`]s that were dropped, in stream order after the last use of each, without
+    /// waiting.
     fn free_released(&'static self) {
         let blocks = std::mem::take(
             &mut *self.released.blocks.lock().unwrap_or_else(PoisonError::into_inner),

@@ -51,19 +51,19 @@ const HEADERS: &[Source] = &[
 pub(crate) struct KernelSpec {
     pub(crate) source: &'static Source,
     pub(crate) entry: String,
-    /// Bytes of dynamic shared memory that launches will ask for.
+    /// The bytes of dynamic shared memory of a launch.
     pub(super) shared_bytes: u32,
-    /// True if launches overlap the end of the previous kernel.
+    /// True if a launch may overlap the end of the previous kernel.
     pub(super) overlapped: bool,
-    /// The structure that launches give it.
+    /// The type of the structure that is the kernel's argument.
     pub(super) params: Option<TypeId>,
-    /// The feature that the source needs and not every device has.
+    /// The feature that the source needs, if not every device has it.
     pub(crate) needs: Option<Feature>,
     pub(crate) defines: Vec<(&'static str, String)>,
 }
 
 impl KernelSpec {
-    /// The source must define `extern "C" __global__ void KERNEL(...)`.
+    /// A kernel of a source, without constants. The source must define `extern "C" __global__ void KERNEL(...)`.
     pub(crate) fn new(source: &'static Source, entry: impl Into<String>) -> Self {
         KernelSpec {
             source,
@@ -82,20 +82,21 @@ impl KernelSpec {
         self
     }
 
-    /// Launches take `P`, which the source calls `Params` and compares by `PARAMS_AGREE`.
+    /// Sets the structure of the kernel's parameters to `P`. The source declares it as `Params` and checks it with
+    /// `static_assert(PARAMS_AGREE)`.
     pub(crate) fn params<P: Params>(self) -> Self {
         self.params_as::<P>("Params", "PARAMS_AGREE")
     }
 
-    /// Adds parameters as [`KernelSpec::params`], with names for the structure and the macro, for a structure that
-    /// begins with another.
+    /// Sets the parameters like [`KernelSpec::params`], with other names for the structure and the macro: for a
+    /// structure that begins with another.
     pub(crate) fn params_as<P: Params>(self, name: &str, agree: &'static str) -> Self {
         let spec = self.define(agree, agreement(name, elements(P::FIELDS), size_of::<P>()));
         KernelSpec { params: Some(TypeId::of::<P>()), ..spec }
     }
 
-    /// Adds parameters as [`KernelSpec::params`], if only a value of `P` says which fields it has (name, offset, bytes)
-    /// and how many bytes in all.
+    /// Sets the parameters like [`KernelSpec::params`], for a `P` whose fields (name, offset, bytes) and size in bytes
+    /// depend on its value.
     pub(crate) fn params_of<P: Params>(
         self,
         fields: impl Iterator<Item = (&'static str, usize, usize)>,
@@ -105,21 +106,22 @@ impl KernelSpec {
         KernelSpec { params: Some(TypeId::of::<P>()), ..spec }
     }
 
-    /// Allows blocks to start while the previous kernel still runs, if the device can: the source calls
-    /// `wait_for_previous` before anything else. With `early` they also make way for the next kernel's blocks from
-    /// their start on, not only at their end: for launches of a wave or two.
+    /// Allows blocks to start while the previous kernel still runs (programmatic dependent launch), if the device can.
+    /// The source must call `wait_for_previous` first. With `early`, blocks of the next kernel may start as soon as all
+    /// blocks of this one have started, not only at their end: for launches of so few blocks that the device runs them
+    /// in one or two waves.
     pub(crate) fn overlapped(mut self, early: bool) -> Self {
         self.overlapped = true;
         self.define("EARLY", u8::from(early))
     }
 
-    /// The source uses this: it compiles for devices that have it.
+    /// Declares that the source uses `feature`, so that it is compiled only for devices that have it.
     pub(crate) fn needs(mut self, feature: Feature) -> Self {
         self.needs = Some(feature);
         self
     }
 
-    /// Dynamic shared memory of a launch, which may exceed 48 KiB.
+    /// Sets the bytes of dynamic shared memory of a launch, which may exceed 48 KiB.
     pub(crate) fn shared_bytes(mut self, bytes: u32) -> Self {
         self.shared_bytes = bytes;
         self
@@ -140,7 +142,7 @@ impl KernelSpec {
         HEADERS.iter().chain(self.source.includes)
     }
 
-    /// The name in the cache of what a compiler of this version makes of it by these options.
+    /// The cache key of the image that this version of the compiler makes of the kernel with these options.
     pub(super) fn key(&self, version: &str, options: &[String]) -> String {
         let parts = [version, self.source.text]
             .into_iter()

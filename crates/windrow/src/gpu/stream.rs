@@ -13,7 +13,7 @@ pub struct Stream {
     owned: bool,
 }
 
-/// The handle that means another stream in each thread (`cudaStreamPerThread`).
+/// The handle of the per-thread default stream (`cudaStreamPerThread`).
 const PER_THREAD: usize = 2;
 
 // SAFETY: a stream handle may be used from any thread; the one that means another stream in each is refused.
@@ -22,7 +22,8 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A new stream on a GPU; a number is a CUDA device. It is ordered with the legacy default stream.
+    /// A new stream on a GPU, ordered with the legacy default stream. An integer as `device` is the index of a CUDA
+    /// device.
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::Backend`].
@@ -30,13 +31,13 @@ impl Stream {
         Self::of_kind(Gpu::get(device.into())?, StreamKind::Blocking)
     }
 
-    /// A stream as by [`Stream::new`], but not ordered with the legacy default stream either.
+    /// A stream like that of [`Stream::new`], but not ordered with the legacy default stream.
     pub(crate) fn apart(gpu: &'static Gpu) -> Result<Self> {
         Self::of_kind(gpu, StreamKind::Apart)
     }
 
-    /// A stream as by [`Stream::new`], with the highest priority: blocks of its kernels start before waiting blocks of
-    /// other streams.
+    /// A stream like that of [`Stream::new`], with the highest priority: blocks of its kernels start before waiting
+    /// blocks of other streams.
     pub(crate) fn with_priority(gpu: &'static Gpu) -> Result<Self> {
         Self::of_kind(gpu, StreamKind::Urgent)
     }
@@ -47,18 +48,19 @@ impl Stream {
         Ok(Stream { raw, gpu, owned: true })
     }
 
-    /// A `cudaStream_t`, `CUstream` or `hipStream_t` that somebody else owns; null is the legacy default stream.
+    /// A `cudaStream_t`, `CUstream` or `hipStream_t` that the caller owns; null is the legacy default stream. An
+    /// integer as `device` is the index of a CUDA device.
     ///
-    /// A stream made with `cudaStreamNonBlocking`, as PyTorch's are, is not ordered with the legacy default
-    /// stream, nor with the streams of [`Stream::new`]: what other streams write and this one reads has to be
-    /// ordered by events or by waiting.
+    /// A stream made with `cudaStreamNonBlocking`, as PyTorch's are, is not ordered with the legacy default stream, nor
+    /// with the streams of [`Stream::new`]. If this stream reads what another one writes, the two must be ordered by
+    /// events or by waiting.
     ///
     /// # Errors
-    /// [`Error::NoDevice`], [`Error::Backend`]; [`Error::Parameter`] for the per-thread default stream
-    /// (2, `cudaStreamPerThread`), which is another one in each thread.
+    /// [`Error::NoDevice`], [`Error::Backend`]; [`Error::Parameter`] for the per-thread default stream (2,
+    /// `cudaStreamPerThread`), which is a different stream in each thread.
     ///
     /// # Safety
-    /// `raw` must be a stream of the device (a number is a CUDA device) that stays alive as long as this value.
+    /// `raw` must be a stream of the device that stays alive as long as this value.
     pub unsafe fn from_raw(device: impl Into<Device>, raw: *mut c_void) -> Result<Self> {
         if raw as usize == PER_THREAD {
             return Err(Error::parameter(
@@ -96,11 +98,11 @@ impl Stream {
         self.gpu.call(|runtime| unsafe { runtime.fill(ptr, 0, bytes, self.raw) })
     }
 
-    /// Waits until all work given to the stream so far is done.
+    /// Waits until all work enqueued on the stream so far is done.
     ///
     /// # Errors
-    /// [`Error::Backend`] if a kernel failed since the last check: it names the last kernel
-    /// launched on the device.
+    /// [`Error::Backend`] if a kernel failed since the last check: it names the kernel that was launched last on the
+    /// device.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream is alive.
         self.gpu.wait(|runtime| unsafe { runtime.synchronize_stream(self.raw) })
@@ -137,7 +139,7 @@ impl Drop for Stream {
     }
 }
 
-/// A point in a stream, with the time it was reached.
+/// A point in a stream. An event of [`Event::record`] also has the time at which it was reached.
 #[derive(Debug)]
 pub struct Event {
     raw: Handle,
@@ -150,7 +152,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// The point that the stream has reached when all work given to it so far is done.
+    /// The point that the stream reaches when all work enqueued on it so far is done.
     ///
     /// # Errors
     /// [`Error::Backend`].
@@ -158,8 +160,8 @@ impl Event {
         Self::new(stream, true)
     }
 
-    /// An event as by [`Event::record`] without the time, for order alone. With times a gather between two H200s takes
-    /// 4 us more.
+    /// An event like that of [`Event::record`] without the time, for order alone. With times, a gather between two
+    /// H200s took 4 us more (no record is kept).
     ///
     /// # Errors
     /// As [`Event::record`].
@@ -206,7 +208,7 @@ impl Event {
     /// Milliseconds from `start` to this event; waits for this event.
     ///
     /// # Errors
-    /// [`Error::Backend`], also for an event of [`crate::parallel`]: they hold no time.
+    /// [`Error::Backend`], also for an event of [`crate::parallel`], because these have no time.
     pub fn milliseconds_since(&self, start: &Event) -> Result<f32> {
         self.synchronize()?;
         // SAFETY: both events are alive and recorded.
@@ -226,7 +228,7 @@ mod tests {
     use super::*;
     use crate::Workspace;
 
-    /// Runs in any of them come one after the other. Does nothing without a device.
+    /// Runs in any of these workspaces are executed in order. Does nothing without a GPU.
     #[test]
     fn workspaces_share_a_stream() {
         let Ok(gpu) = Gpu::of_tests() else { return };
@@ -235,7 +237,7 @@ mod tests {
         assert!(of(&first).is_null() && of(&second).is_null());
     }
 
-    /// Without a device it is refused before one is asked for.
+    /// The stream is rejected even on machines without a GPU, because the check comes first.
     #[test]
     fn the_stream_of_each_thread_is_refused() {
         // SAFETY: a handle that always exists.

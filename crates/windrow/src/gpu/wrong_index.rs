@@ -1,5 +1,6 @@
-//! Wrong values of index tensors on a device. A run cannot look at them without waiting, so kernels hold them in range
-//! and write the first one into memory of the host, which looks there when it waits and at the next run with indices.
+//! Wrong values in index tensors on a GPU. The host cannot check such values without waiting for the GPU. So kernels
+//! skip their entries or hold the values in range, and report the first wrong one in pinned host memory. The host
+//! checks that memory whenever it waits, and before the next run with indices.
 
 use super::Gpu;
 use super::pinned::PinnedBuffer;
@@ -7,7 +8,7 @@ use crate::{Device, Error, Result};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 
-/// `WrongIndex` of parameters.cuh.
+/// The report of a kernel: `WrongIndex` of `causal_conv1d/gpu/shared/parameters.cuh`.
 #[repr(C)]
 #[derive(Debug)]
 struct Record {
@@ -17,7 +18,8 @@ struct Record {
     limit: AtomicI64,
 }
 
-/// `Rule` of parameters.cuh.
+/// The rules that an index can break, as in `Rule` of `causal_conv1d/gpu/shared/parameters.cuh`. Causal conv1d is the
+/// only operator with indices.
 const CU_SEQLENS: u32 = 2;
 const CACHE_SEQLENS: u32 = 3;
 const STATE_INDICES: u32 = 4;
@@ -39,12 +41,13 @@ fn column(limit: i64) -> String {
     format!("a column of the table, below {limit}")
 }
 
-/// A device's record, made when first needed: graphs hold its address, so it stays as long as the process.
+/// A device's record. It is made when it is first needed, and lives as long as the process, because graphs hold its
+/// address.
 #[derive(Debug, Default)]
 pub(super) struct WrongIndex(OnceLock<&'static Record>);
 
 impl Record {
-    /// Takes what a kernel has reported, once.
+    /// Takes the report of a kernel, so that it is returned once.
     fn take(&self, device: Device) -> Result<()> {
         let rule = self.rule.load(Ordering::Acquire);
         let limit = self.limit.load(Ordering::Relaxed);
@@ -110,7 +113,7 @@ impl Gpu {
         Ok(std::ptr::from_ref(record) as usize)
     }
 
-    /// [`Error::Index`] if a kernel has found a wrong index since this was last said.
+    /// Returns [`Error::Index`] if a kernel has reported a wrong index since the last report.
     pub(crate) fn check_indices(&self) -> Result<()> {
         self.wrong_index.0.get().map_or(Ok(()), |record| record.take(self.device()))
     }

@@ -6,22 +6,23 @@ use crate::gpu::{DeviceBuffer, Event, Gpu, Stream};
 use crate::{Device, Result};
 use std::sync::{Arc, LazyLock};
 
-/// Kernels that are tried. On layers that were measured the heuristic's first takes up to 17 % longer than the best of them.
+/// The number of kernels that are timed. On the measured layers (no record is kept) the heuristic's first choice took
+/// up to 17 % longer than the best of them.
 const TRIED: usize = 8;
-/// The timings of each kernel, in turns; the shortest counts.
+/// The number of timings of each kernel. They are interleaved, and the shortest counts.
 const ROUNDS: usize = 5;
-/// About what a timing takes.
+/// The approximate duration of a timing.
 const MILLISECONDS: f32 = 0.5;
-/// A kernel that takes so many times as long as the best is not tried further.
+/// A kernel that takes at least this many times as long as the best is not timed again.
 const HOPELESS: f32 = 1.2;
 
-/// The fastest of the forward kernels that `find` gives, of which it takes the most that are wanted: measured when a
-/// spec is met for the first time in the process, the same one from then on. Threads that want the same wait; others
-/// may measure beside, since no lock is held.
+/// The fastest of the forward kernels that `find` returns, whose argument is their maximum number. They are timed when
+/// a spec is first seen in the process; later calls return the same kernel. Threads that need the same spec wait for
+/// the result. Threads with other specs may measure at the same time, because no lock is held.
 ///
 /// # Errors
-/// What `find` gives. What fails when it is measured does not count; without memory to measure, the first
-/// is taken.
+/// The errors of `find`. A kernel that fails while it is timed is skipped. If there is not enough memory for timing,
+/// the first kernel is returned.
 pub(super) fn of(
     gpu: &'static Gpu,
     spec: &ConvolutionSpec,
@@ -46,7 +47,7 @@ pub(super) fn of(
     Ok(kernels.swap_remove(number))
 }
 
-/// The number of the fastest.
+/// The index of the fastest kernel.
 fn measure(
     gpu: &'static Gpu,
     spec: &ConvolutionSpec,

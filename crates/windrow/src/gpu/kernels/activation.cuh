@@ -1,12 +1,12 @@
 // Activations and their derivatives in f32.
 //
-// GELU is written as max(x, 0) - |x| * tail(|x|), where the tail falls from 1/2 to 0: no
-// cancellation for negative x, +0 and -0 kept, and with |x| held below the point where the tail
-// vanishes, infinities come out right. Two grades:
-//   ACCURATE   rounding errors of the exponent are carried along: within a few units in the last place
-//              of f32, subnormal results included
-//   otherwise  relative error about 2^-15, for f16/bf16. The tail is formed with a factor 2^32, so
-//              that a subnormal result is rounded once, at the end.
+// GELU is computed as max(x, 0) - |x| * tail(|x|), where the tail falls from 1/2 to 0. So nothing cancels for negative
+// x, and +0 and -0 keep their signs. |x| is limited to the point where the tail vanishes, so infinities give the right
+// results. There are two accuracies:
+//   ACCURATE   within a few units in the last place of f32, also for subnormal results, because rounding errors of
+//              the argument of exp are carried along
+//   otherwise  relative error about 2^-15, for f16 and bf16. The tail is computed with a factor 2^32, so that a
+//              subnormal result is rounded once, at the end
 #pragma once
 #include "intrinsics.cuh"
 

@@ -1,7 +1,7 @@
 // C[i] = op(A[i]) op(B[i]), or C[i] += that, row-major, for AMD's GPUs.
 //
-// A block computes 32 x 32 of C in steps of 16 depths by 2 x 2 wavefronts: on matrix cores with 16x16x16 each, else on the
-// plain units.
+// A block computes 32 x 32 of C in steps of 16 depths by 2 x 2 wavefronts: on matrix cores with 16x16x16 each,
+// otherwise on the FP32 ALUs.
 //
 // Constants: T, the element type, which is ELEMENT_*; OUT, that of C; A_TRANSPOSED (A is stored k x m), B_TRANSPOSED
 // (n x k).

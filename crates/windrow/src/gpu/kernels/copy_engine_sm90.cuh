@@ -1,5 +1,5 @@
-// Hopper's copy engine: bytes between global and shared memory without registers, 16 at a time, and
-// the transaction barriers that say when they have arrived. Names and operands follow the PTX ISA.
+// Hopper's Tensor Memory Accelerator (TMA): copies between global and shared memory without registers, in units of 16
+// bytes, and the transaction barriers that say when the bytes have arrived. Names and operands follow the PTX ISA.
 #pragma once
 
 __device__ __forceinline__ unsigned shared_address(const void *p) {

@@ -1,5 +1,5 @@
-// What HIP calls otherwise than CUDA, or has not. Only hiprtc reads this; what it defines by itself gives way to macros,
-// so that it does not matter how much of CUDA's names a version knows.
+// CUDA names that HIP spells differently or lacks. Only hiprtc includes this file. The names are macros, which take
+// precedence over hiprtc's own definitions. So it does not matter which of them a version has.
 #pragma once
 
 #ifndef __grid_constant__
@@ -19,8 +19,8 @@ constexpr int WAVEFRONT = 64;
 constexpr int WAVEFRONT = 32;
 #endif
 
-// Instructions for 16x16x16 products of matrices: those for wavefronts of 64 take f16, bf16 and f32, those for wavefronts
-// of 32 no f32.
+// Instructions for 16x16x16 products of matrices. Those for wavefronts of 64 accept f16, bf16 and f32; those for
+// wavefronts of 32 accept no f32.
 #if defined(__gfx90a__) || defined(__gfx942__) || defined(__gfx950__)
 #define WINDROW_MFMA 1
 #elif defined(__GFX11__) || defined(__gfx1200__) || defined(__gfx1201__)

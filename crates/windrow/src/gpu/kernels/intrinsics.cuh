@@ -1,5 +1,5 @@
-// The only inline assembly of the project, each piece beside a portable fallback that other
-// compilers and older architectures take.
+// Inline assembly for NVIDIA GPUs that several operators use, each piece with a portable fallback for other compilers
+// and older architectures.
 #pragma once
 
 #if defined(__CUDA_ARCH__)
