@@ -17,7 +17,7 @@ use windrow::{
 
 /// A spec, the algorithm where the caller names one, whether the packed filter is kept, and how much memory it and the
 /// workspace should have.
-type Key = (Conv2dSpec, Option<Conv2dAlgorithm>, Filter, Option<usize>);
+pub(crate) type Key = (Conv2dSpec, Option<Conv2dAlgorithm>, Filter, Option<usize>);
 pub(crate) static PLANS: PlanCache<Key, windrow::Conv2dPlan> = PlanCache::new();
 
 pub(crate) fn make_plan(
@@ -91,6 +91,14 @@ pub(crate) struct Named<'py> {
     memory: Option<usize>,
 }
 
+impl Named<'_> {
+    /// The options of a spec, and the memory that a plan may take.
+    pub(crate) fn parts(self, py: Python<'_>) -> PyResult<(Conv2dParams, Option<usize>)> {
+        let options = (self.stride, self.padding, self.dilation, self.groups);
+        Ok((params(py, options, self.activation, self.accuracy.as_deref())?, self.memory))
+    }
+}
+
 /// The arrays of a call with [`Named`] options, and what it computes.
 pub(crate) struct Given<'py> {
     pub(crate) x: Array<'py>,
@@ -108,12 +116,11 @@ impl<'py> Given<'py> {
         named: Named<'_>,
         residual: bool,
     ) -> PyResult<Self> {
-        let options = (named.stride, named.padding, named.dilation, named.groups);
-        let params = params(py, options, named.activation, named.accuracy.as_deref())?;
+        let (params, memory) = named.parts(py)?;
         let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
         let bias = Array::import_option("bias", bias, None)?;
         let spec = spec_of(&x, &weight, &bias, &params)?.with_residual(residual);
-        Ok(Given { x, weight, spec, memory: named.memory })
+        Ok(Given { x, weight, spec, memory })
     }
 
     /// The plan that [`conv2d`] takes where the planner chooses.
@@ -139,7 +146,7 @@ fn spec_of(
     Ok(Conv2dSpec::new(x.desc, weight.desc, params).py()?.with_bias(desc(bias)))
 }
 
-fn filter_of(is_kept: bool) -> Filter {
+pub(crate) fn filter_of(is_kept: bool) -> Filter {
     if is_kept { Filter::Kept } else { Filter::Changing }
 }
 
@@ -345,9 +352,10 @@ pub(crate) fn conv2d_bytes<'py>(
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
     named: Named<'_>,
+    residual: bool,
     is_kept: bool,
 ) -> PyResult<(usize, usize)> {
-    let given = Given::import(py, x, weight, bias, named, false)?;
+    let given = Given::import(py, x, weight, bias, named, residual)?;
     let plan = given.plan(py, is_kept)?;
     let scratch = given.scratch_bytes(&plan);
     let filter = match is_kept {

@@ -7,6 +7,7 @@ mod call;
 mod causal_conv1d;
 mod causal_conv1d_serving;
 mod conv2d;
+mod conv2d_ahead;
 mod conv2d_call;
 mod conv2d_gradients;
 mod conv2d_sequence;
@@ -36,6 +37,8 @@ mod _native {
         Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_algorithm, conv2d_bytes,
         conv2d_plans,
     };
+    #[pymodule_export]
+    use super::conv2d_ahead::conv2d_prepare;
     #[pymodule_export]
     use super::conv2d_call::Conv2dCall;
     #[pymodule_export]

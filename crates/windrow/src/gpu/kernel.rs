@@ -64,6 +64,12 @@ impl<K, V> Default for OnceEach<K, V> {
 }
 
 impl<K: Clone + Eq + Hash, V: Copy> OnceEach<K, V> {
+    /// True if the value of `key` was made.
+    fn has(&self, key: &K) -> bool {
+        let values = self.values.lock().unwrap_or_else(|e| e.into_inner());
+        matches!(values.get(key), Some(Some(_)))
+    }
+
     /// The value of `key`. If there is none, `make` makes it, while no lock is held. If `make` fails or panics, the
     /// next thread tries again.
     pub(super) fn get_or_make(&self, key: &K, make: impl FnOnce() -> Result<V>) -> Result<V> {
@@ -116,6 +122,25 @@ impl Gpu {
             let image = self.image(spec, cache::directory(self.device()).as_deref())?;
             let kernel = self.despite_captures(|| self.load(spec, &image))?;
             Ok(&*Box::leak(Box::new(kernel)))
+        })
+    }
+
+    /// The kernels of several specs, as by [`Gpu::kernel`], compiled at the same time.
+    ///
+    /// # Errors
+    /// As [`Gpu::kernel`]: the first error in the order of the specs.
+    pub(crate) fn kernels<const N: usize>(
+        &'static self,
+        specs: [&KernelSpec; N],
+    ) -> Result<[&'static Kernel; N]> {
+        std::thread::scope(|scope| {
+            let missing = specs.iter().filter(|spec| !self.kernels.loaded.has(spec));
+            for spec in missing.skip(1) {
+                // This thread asks for it too, and gets the error if there is one.
+                scope.spawn(move || drop(self.kernel(spec)));
+            }
+            let found: Result<Vec<_>> = specs.iter().map(|spec| self.kernel(spec)).collect();
+            Ok(found?.try_into().expect("one for each spec"))
         })
     }
 
@@ -255,6 +280,7 @@ static SYNCHRONOUS: LazyLock<bool> = LazyLock::new(|| {
 mod tests {
     use super::*;
     use crate::Error;
+    use crate::gpu::Source;
     use std::sync::Barrier;
     use std::sync::atomic::AtomicU32;
 
@@ -279,6 +305,29 @@ mod tests {
         assert_eq!(made.into_inner(), 2);
     }
 
+    /// Nothing without a device.
+    #[test]
+    fn kernels_of_several_specs_are_those_of_each() {
+        static FINE: Source = Source {
+            name: "fine.cu",
+            text: "extern \"C\" __global__ void KERNEL() {}",
+            includes: &[],
+        };
+        static BROKEN: Source = Source { name: "broken.cu", text: "nothing", includes: &[] };
+        let Ok(gpu) = Gpu::of_tests() else { return };
+        let specs = ["one", "two", "three"].map(|name| KernelSpec::new(&FINE, name));
+        let [one, two, three] = &specs;
+        let broken = KernelSpec::new(&BROKEN, "broken");
+        let refused = gpu.kernels([one, &broken, two]);
+        assert!(matches!(refused, Err(Error::Backend { .. })), "{refused:?}");
+        // The error has lost neither of the others.
+        assert!(gpu.kernels.loaded.has(one) && gpu.kernels.loaded.has(two));
+        let found = gpu.kernels([one, two, three]).unwrap();
+        for (spec, kernel) in specs.iter().zip(found) {
+            assert!(std::ptr::eq(gpu.kernel(spec).unwrap(), kernel));
+        }
+    }
+
     #[test]
     fn what_fails_or_panics_is_tried_again() {
         let all = OnceEach::<u32, u32>::default();
@@ -286,7 +335,9 @@ mod tests {
         assert!(matches!(refused, Err(Error::Unsupported { .. })));
         let panics = || all.get_or_make(&1, || panic!("while making"));
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+        assert!(!all.has(&1));
         assert_eq!(all.get_or_make(&1, || Ok(5)).unwrap(), 5);
+        assert!(all.has(&1));
         assert_eq!(all.get_or_make(&1, || Ok(6)).unwrap(), 5);
     }
 }

@@ -4,7 +4,7 @@ use super::{Convolution, ConvolutionSpec};
 use crate::gpu::kernel::OnceEach;
 use crate::gpu::{DeviceBuffer, Event, Gpu, Stream};
 use crate::{Device, Result};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 /// The number of kernels that are timed. On the measured layers (no record is kept) the heuristic's first choice took
 /// up to 17 % longer than the best of them.
@@ -18,7 +18,7 @@ const HOPELESS: f32 = 1.2;
 
 /// The fastest of the forward kernels that `find` returns, whose argument is their maximum number. They are timed when
 /// a spec is first seen in the process; later calls return the same kernel. Threads that need the same spec wait for
-/// the result. Threads with other specs may measure at the same time, because no lock is held.
+/// the result, and one thread measures at a time.
 ///
 /// # Errors
 /// The errors of `find`. A kernel that fails while it is timed is skipped. If there is not enough memory for timing,
@@ -30,9 +30,12 @@ pub(super) fn of(
 ) -> Result<Box<dyn Convolution>> {
     static FOUND: LazyLock<OnceEach<(Device, ConvolutionSpec), usize>> =
         LazyLock::new(OnceEach::default);
+    static MEASURING: Mutex<()> = Mutex::new(());
     let mut tried = None;
     let number = FOUND.get_or_make(&(gpu.device(), *spec), || {
         let kernels = tried.insert(find(TRIED)?);
+        // The kernels of another measurement on the device would be in the times.
+        let _alone = MEASURING.lock().unwrap_or_else(PoisonError::into_inner);
         let measured = gpu.despite_captures(|| measure(gpu, spec, kernels));
         Ok(measured.unwrap_or_else(|error| {
             tracing::debug!(%error, "cuDNN's kernels are not measured");

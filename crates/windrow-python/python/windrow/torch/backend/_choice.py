@@ -5,48 +5,69 @@ fusion would be lost. The measurement takes place when the graph is compiled, wi
 layout.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from windrow.torch._filters import kept_with
+from windrow.torch._filters import kept_with, unkept
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._convolutions import Convolution
+from windrow.torch.choice import convolution
 from windrow.torch.choice.candidates import Conv
-from windrow.torch.choice.convolution import way
+from windrow.torch.choice.convolution import is_decided_for_pytorch, way
 from windrow.torch.choice.problem import Options
 
+# The residual, which is a node or its stand-in, and the activation that `windrow::conv2d_fused` adds to a convolution;
+# None if `windrow::conv2d` computes it.
+After = tuple[Any, str | None] | None
 
-def is_pytorchs(
-    conv: Convolution,
-    accuracy: str | None,
-    in_graphs: bool,
-    after: tuple[fx.Node | None, str | None] | None = None,
-) -> bool:
+
+def is_pytorchs(conv: Convolution, accuracy: str | None, in_graphs: bool, after: After = None) -> bool:
     """True if PyTorch computes this convolution faster. False for sizes that may change.
 
     `accuracy`: the one that the user asks for. `in_graphs`: Inductor captures the compiled code into CUDA graphs.
-    `after`: the residual and the activation that `windrow::conv2d_fused` would add; None if `windrow::conv2d` would compute
-    the convolution.
     """
-    residual, activation = after or (None, None)
-    given = [value(node) for node in (conv.x, conv.weight, conv.bias, residual)]
-    options = Options(*conv.options, conv.output_padding)
-    sizes = [n for t in given if t is not None for n in (*t.shape, *t.stride())]
-    if not all(isinstance(n, int) for n in [*sizes, *tree_leaves(options[:3])]):
+    given = _given(conv, accuracy, after)
+    if given is None:
         return False
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        decided = is_decided_for_pytorch(*given, in_graphs)
+        if decided is not None:
+            return decided
+        of, x, residual = given
         # The user's random numbers stay the same.
-        generator = torch.Generator(given[0].device).manual_seed(0)
-        image, filter, bias, beside = (None if t is None else _like(t, generator) for t in given)
+        generator = torch.Generator(x.device).manual_seed(0)
+        image, filter, bias, beside = (_like(t, generator) for t in (x, of.weight, of.bias, residual))
         assert image is not None and filter is not None
-        kept = kept_with(filter, is_frozen=after is not None, lasts=True)
-        asked = conv.accuracy(accuracy)
-        like = Conv(filter, bias, options, activation, asked, kept, is_fused=after is not None)
+        kept = kept_with(filter, is_frozen=of.is_fused, lasts=True)
+        like = Conv(filter, bias, of.options, of.activation, of.accuracy, kept, of.is_fused)
         return way(like, image, beside).is_pytorchs(in_graphs)
 
 
-def _like(t: Tensor, generator: torch.Generator) -> Tensor:
+def prepare(convs: Iterable[tuple[Convolution, After]], accuracy: str | None) -> None:
+    """Compiles the kernels that decisions of these convolutions need, several at the same time."""
+    given = [_given(conv, accuracy, after) for conv, after in convs]
+    with _disable_current_modes(), torch.no_grad():
+        convolution.prepare(of for of in given if of is not None)
+
+
+def _given(conv: Convolution, accuracy: str | None, after: After) -> tuple[Conv, Tensor, Tensor | None] | None:
+    """The convolution with its image and residual, of stand-ins; None for sizes that may change."""
+    residual, activation = after or (None, None)
+    x, weight, bias, beside = (value(node) for node in (conv.x, conv.weight, conv.bias, residual))
+    options = Options(*conv.options, conv.output_padding)
+    sizes = [n for t in (x, weight, bias, beside) if t is not None for n in (*t.shape, *t.stride())]
+    if not all(isinstance(n, int) for n in [*sizes, *tree_leaves(options[:3])]):
+        return None
+    return Conv(weight, bias, options, activation, conv.accuracy(accuracy), unkept, after is not None), x, beside
+
+
+def _like(t: Tensor | None, generator: torch.Generator) -> Tensor | None:
+    if t is None:
+        return None
     made = torch.empty_strided([*t.shape], [*t.stride()], dtype=t.dtype, device=t.device)
     return made.normal_(generator=generator)

@@ -10,11 +10,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from windrow.torch._activations import PYTORCHS
 from windrow.torch._fused import told
 from windrow.torch._library import OPERATORS
-from windrow.torch.backend._choice import is_pytorchs
+from windrow.torch.backend._choice import After, is_pytorchs, prepare
 from windrow.torch.backend._constants import Constants, value
 from windrow.torch.backend._convolutions import FASTER, LEFT, Convolution, called, convolutions, replaced
 from windrow.torch.backend._layout import laid_out
 from windrow.torch.backend._report import FOLDED, Report, name_of
+from windrow.torch.choice.convolution import compiles
 
 _aten = torch.ops.aten
 _COMMUTATIVE = (_aten.add.Tensor, _aten.mul.Tensor)
@@ -25,16 +26,29 @@ def fuse(
 ) -> list[str]:
     """Replaces convolutions whose filters depend on parameters alone by `windrow::conv2d_fused`. Returns what each
     became, in words."""
-    done = []
-    for conv in convolutions(graph):
-        if conv.is_of_images and _is_held(conv.weight, constants) and (conv.bias is None or _is_held(conv.bias, constants)):
-            done.append(_fuse(graph, conv, constants, accuracy, decompositions, report))
+    held = lambda: (conv for conv in convolutions(graph) if conv.is_of_images and _is_held(conv, constants))
+    prepare(_ahead(held(), decompositions), accuracy)
+    done = [_fuse(graph, conv, constants, accuracy, decompositions, report) for conv in held()]
     graph.eliminate_dead_code()
     return [what for what in done if what is not None]
 
 
-def _is_held(node: fx.Node, constants: Constants) -> bool:
-    return node.op == "placeholder" and node in constants
+def _is_held(conv: Convolution, constants: Constants) -> bool:
+    return all(n is None or (n.op == "placeholder" and n in constants) for n in (conv.weight, conv.bias))
+
+
+def _ahead(held: Iterator[Convolution], decompositions: Any) -> Iterator[tuple[Convolution, After]]:
+    """The convolutions for which kernels may be compiled, and what is going to be fused with each if none is left to
+    PyTorch."""
+    fused: set[fx.Node] = set()
+    for conv in held:
+        if not compiles(value(conv.x).device):
+            continue
+        last, residual, activation = _following(conv.node, decompositions)
+        if last in fused:
+            last, residual, activation = conv.node, None, None
+        fused.add(last)
+        yield conv, (residual, activation)
 
 
 def _fuse(
@@ -45,16 +59,14 @@ def _fuse(
     decompositions: Any,
     report: Report | None,
 ) -> str | None:
-    name, last, residual, what = name_of(conv.node), conv.node, None, list[str]()
+    name, what = name_of(conv.node), list[str]()
     folded = [f"folded {name}" for name in conv.node.meta.get(FOLDED, ())]
-    if (added := _added(last)) is not None:
-        last, residual = added
+    last, residual, activation = _following(conv.node, decompositions)
+    if residual is not None:
         if decompositions is not None:
             residual = laid_out(graph, last, residual, conv.node)
         what.append("added")
-    activation = None
-    if (found := _activated(last, value(conv.node).dtype, decompositions)) is not None:
-        activation, last = found
+    if activation is not None:
         what.append(activation)
     # Inductor fuses more with PyTorch's own.
     if decompositions is not None and is_pytorchs(conv, accuracy, constants.in_graphs, (residual, activation)):
@@ -74,6 +86,17 @@ def _fuse(
         module = told(value(weight).shape, conv.options, bias is not None, activation)
         report.fused(name, ": ".join([f"FusedConv2d({module})", ", ".join([*folded, *what])]).removesuffix(": "))
     return result
+
+
+def _following(node: fx.Node, decompositions: Any) -> tuple[fx.Node, fx.Node | None, str | None]:
+    """The node with the result of a convolution, the addition and the activation behind it; with the tensor that is
+    added and the activation's name, if there are such."""
+    last, residual, activation = node, None, None
+    if (added := _added(last)) is not None:
+        last, residual = added
+    if (found := _activated(last, value(node).dtype, decompositions)) is not None:
+        activation, last = found
+    return last, residual, activation
 
 
 def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

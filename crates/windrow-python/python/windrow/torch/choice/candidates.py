@@ -13,7 +13,7 @@ from windrow.torch._activations import activation_of
 from windrow.torch._filters import Filters, unkept
 from windrow.torch.choice import budget
 from windrow.torch.choice.decider import Candidate
-from windrow.torch.choice.policy import KEPT, PACKED
+from windrow.torch.choice.policy import KEPT, MUCH_KEPT, PACKED
 from windrow.torch.choice.problem import (
     Options,
     as_image,
@@ -182,7 +182,7 @@ class Windrow:
         result."""
         given = in_layout(x, self.layout)
         image, weight = as_image(given, x), as_image(self.conv.filter, x)
-        kept, rest = _native.conv2d_bytes(image, weight, self.conv.bias, self.named, is_kept)
+        kept, rest = _native.conv2d_bytes(image, weight, self.conv.bias, self.named, self.adds, is_kept)
         return kept, rest + self._beside(x, given)
 
     def _beside(self, x: Tensor, given: Tensor) -> int:
@@ -207,15 +207,32 @@ class Windrow:
         is_kept, weight = self.filters() is not None, self.conv.filter
         image = as_image(in_layout(x, self.layout), x)
         algorithm = _native.conv2d_algorithm(image, as_image(weight, x), self.conv.bias, self.named, is_kept)
+        return algorithm in self._like_cudnns(x, is_kept)
+
+    def _like_cudnns(self, x: Tensor, is_kept: bool) -> list[str]:
+        """The algorithms that are no faster than PyTorch's call of cuDNN."""
+        weight = self.conv.filter
         is_row_major = self.layout is torch.contiguous_format
         if x.is_cuda and is_row_major and x.element_size() < 4 and (weight.shape[1] * x.element_size()) % 16 == 0:
             # Alone, cuDNN turns images and filter to channels-last on each call, but for 1x1 filters. Windrow does so faster, and
             # keeps the filter; for one that changes, in training, the interpreter would wait longer than the device gains.
             if not is_kept:
-                return algorithm in ("cudnn", "implicit_gemm")
+                return ["cudnn", "implicit_gemm"]
             is_pointwise = weight.shape[2:].numel() == 1 and max(self.conv.options.stride) == 1
-            return algorithm == "cudnn" and is_pointwise
-        return algorithm == "cudnn"
+            return ["cudnn"] if is_pointwise else []
+        return ["cudnn"]
+
+    def described(self, x: Tensor, is_kept: bool, is_wanted: bool) -> dict[str, Any]:
+        """The convolution of images like x for `conv2d_prepare`. `is_wanted`: it was decided that Windrow computes it, so
+        there is nothing to compare."""
+        image, conv = as_image(in_layout(x, self.layout), x), self.conv
+        of = lambda t: ([*t.shape], [*t.stride()])
+        given = {"device": str(x.device), "dtype": str(x.dtype).removeprefix("torch."), "named": self.named}
+        given |= {"x": of(image), "weight": of(as_image(conv.filter, x)), "has_bias": conv.bias is not None}
+        is_alike = conv.is_fused or conv.activation is None
+        unless = self._like_cudnns(x, is_kept) if is_alike and not is_wanted else []
+        much = MUCH_KEPT if is_kept and not is_wanted else None
+        return given | {"residual": self.adds, "is_kept": is_kept, "unless": unless, "much": much}
 
 
 @dataclass(slots=True)

@@ -1,20 +1,22 @@
 """The choice of the implementation for a convolution call."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windrow import _native
 from windrow.torch._activations import activation_of
-from windrow.torch._calls import goes_into_a_graph
+from windrow.torch._calls import goes_into_a_graph, is_captured
 from windrow.torch._filters import Filters, filter_cache, unkept
 from windrow.torch.choice import budget, policy, problem, store
 from windrow.torch.choice.candidates import Conv, CudnnFused, PyTorch, Transposed, Windrow
 from windrow.torch.choice.check import check_of
-from windrow.torch.choice.decider import Candidate, Question, decide, is_room_for_another
-from windrow.torch.choice.policy import CUDNN_FUSED, KEPT, PYTORCH, TRIES
+from windrow.torch.choice.decider import Candidate, Question, decide, expected, is_room_for_another
+from windrow.torch.choice.policy import CUDNN_FUSED, KEPT, PACKED, PYTORCH, TRIES
 from windrow.torch.choice.problem import After, Beside, Key, Options, key_of
 from windrow.torch.choice.store import Decision
 
@@ -69,6 +71,65 @@ def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
             kept(x, residual)
     run = _named(who, conv, layout, beside, decision)
     return Way(run, decision.is_final, None if decision.in_graph == decision.choice else decision.in_graph)
+
+
+def is_decided_for_pytorch(conv: Conv, x: Tensor, residual: Tensor | None, in_graphs: bool) -> bool | None:
+    """True if it is decided that PyTorch computes a convolution whose filter is kept, False if another does. None if `way`
+    has to say. The tensors may be stand-ins without memory."""
+    decision = store.final(_kept(conv), _key(conv, x, residual, problem.memory_format(x, conv.filter)))
+    if decision is None:
+        return None
+    names = decision.choice, decision.in_graph
+    # A layer's filter needs room of its own.
+    return None if KEPT in names and x.is_cuda else names[in_graphs] == PYTORCH
+
+
+def _kept(conv: Conv) -> str:
+    return problem.FUSED if conv.is_fused else problem.FORWARD
+
+
+def _key(conv: Conv, x: Tensor, residual: Tensor | None, layout: torch.memory_format) -> Key:
+    beside = None if residual is None else _beside(conv, x, residual, layout)
+    after = After(conv.activation, beside, conv.weight.dim() == 2) if conv.is_fused else conv.activation
+    return key_of(x, conv.filter, conv.bias, conv.options, conv.accuracy, after)
+
+
+# The most threads that compile; each needs some hundred MB.
+_THREADS = 8
+
+
+def prepare(convolutions: Iterable[tuple[Conv, Tensor, Tensor | None]]) -> None:
+    """Makes the plans by which convolutions with kept filters are going to be computed or decided, several at the same
+    time, because a plan may compile kernels for seconds. Each has its image and residual; the tensors may be stand-ins
+    without memory. A plan that fails is made again when it is needed."""
+    wanted: dict[str, dict[str, Any]] = {}
+    for of in convolutions:
+        for described in _described(*of):
+            wanted.setdefault(repr(described), described)
+    if wanted and not any(is_captured(torch.device(d["device"])) for d in wanted.values()):
+        _native.conv2d_prepare([*wanted.values()], min(_THREADS, os.cpu_count() or 1))
+
+
+def compiles(device: torch.device) -> bool:
+    """True if plans for a device compile kernels. A device that is not in use has stand-ins for tensors alone."""
+    return device.type == "cuda" and torch.cuda.is_initialized()
+
+
+def _described(conv: Conv, x: Tensor, residual: Tensor | None) -> Iterator[dict[str, Any]]:
+    """The plans that a problem needs, as the native function takes them."""
+    filter = conv.filter
+    is_ours = problem.can_be_ours(x, filter, conv.bias) and conv.options.output_padding is None
+    if not compiles(x.device) or not is_ours:
+        return
+    layout = problem.memory_format(x, filter)
+    key = _key(conv, x, residual, layout)
+    known = expected(_kept(conv), key)
+    beside = None if residual is None else _beside(conv, x, residual, layout)
+    windrow = _named(KEPT, conv, layout, beside, known)
+    kinds = {KEPT: True, PACKED: False}
+    names = [KEPT] if known is None else [name for name in kinds if name in (known.choice, known.in_graph)]
+    for name in names if windrow.algorithm is None else []:
+        yield windrow.described(x, kinds[name], is_wanted=known is not None)
 
 
 def _what(conv: Conv, now: Filters) -> str:

@@ -7,6 +7,7 @@ a later call decides.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,6 +85,14 @@ def decide(question: Question) -> Decision:
             store.measuring.release()
     store.put(decision)
     return decision
+
+
+def expected(what: str, key: Key) -> Decision | None:
+    """The decision that `decide` is going to find for a problem without a measurement; None if it measures."""
+    others = store.measured(what, key)
+    index = policy.nearest(math.prod(key[0][0]), [d.key.elements for d in others])
+    known = store.get(what, key) or (None if index is None else others[index])
+    return known or disk.recall(what, named(key))
 
 
 def _decision_of(question: Question, choice: policy.Choice, reason: str, **more: Any) -> Decision:

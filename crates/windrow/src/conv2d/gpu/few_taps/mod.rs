@@ -185,15 +185,19 @@ impl Method for FewTapsMethod {
 impl FewTaps {
     fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
         let cores = Cores::of(gpu);
-        let pack_filter = filter_kernel(cores, spec, problem);
-        let compile = |address| gpu.kernel(&product(cores, spec, problem, address));
+        let product = |address| product(cores, spec, problem, address);
+        let [pack_filter, aligned, unaligned] = gpu.kernels([
+            &filter_kernel(cores, spec, problem),
+            &product(16),
+            &product(spec.y.dtype.size()),
+        ])?;
         Ok(FewTaps {
             gpu,
             cores,
             spec: spec.clone(),
             problem: *problem,
-            pack_filter: gpu.kernel(&pack_filter)?,
-            kernels: [compile(16)?, compile(spec.y.dtype.size())?],
+            pack_filter,
+            kernels: [aligned, unaligned],
         })
     }
 

@@ -190,7 +190,10 @@ impl ImplicitGemm {
                 "implicit_gemm has block (64, 128, of halves 256) and parts (1, 2, 4, 8)",
             ));
         };
-        let aligned = gpu.kernel(&product(spec, problem, cut, true))?;
+        let [aligned, pack_filter] = gpu.kernels([
+            &product(spec, problem, cut, true),
+            &filter_kernel(spec.x.dtype, cut.block),
+        ])?;
         Ok(ImplicitGemm {
             gpu,
             spec: spec.clone(),
@@ -201,7 +204,7 @@ impl ImplicitGemm {
                 .then(|| Input::new(gpu, spec, problem, most_images(spec, None)))
                 .transpose()?,
             filter_group,
-            pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, cut.block))?,
+            pack_filter,
             aligned,
             unaligned: TryOnceLock::default(),
         })

@@ -154,6 +154,7 @@ impl WinogradGemm {
         let Cut { blocking, block } = cut;
         let [v, m] = stages(spec);
         let [filter, input, output] = kernels(tile, spec, block);
+        let [pack_filter, _, transform_output] = gpu.kernels([&filter, &input, &output])?;
         Ok(WinogradGemm {
             tile,
             spec: spec.clone(),
@@ -161,12 +162,12 @@ impl WinogradGemm {
             cut,
             v,
             m,
-            filter: gpu.kernel(&filter)?,
+            filter: pack_filter,
             image_max: (spec.x.dtype == DType::F32)
                 .then(|| ImageMax::new(gpu, &spec.x))
                 .transpose()?,
             input: InputTransform::new(gpu, &input, &spec.x, v, problem.padding, block)?,
-            output: gpu.kernel(&output)?,
+            output: transform_output,
             gemm: Gemm::new(gpu, &product(&blocking, &v, &m))?,
         })
     }
