@@ -1,4 +1,4 @@
-//! Comparison of results with the oracle: which sums form an element, and how far it may be off.
+//! Comparison of results with the oracle: which sums form an element, and how large its error may be.
 
 use super::cpu::im2col::gradients::most_tokens;
 use super::cpu::shared::epilogue::HALF_ERROR;
@@ -36,7 +36,7 @@ fn backward_tolerance(problem: &Problem, additions: usize) -> f64 {
     ((forward_additions(problem) + additions) as f64 + 12.0) * DType::F32.unit_roundoff()
 }
 
-/// Equal bit for bit, but for the sign of a zero and the bits of a NaN.
+/// Requires equal bits, except for the sign of a zero and the bits of a NaN.
 pub(super) fn check_equal(
     what: &'static str,
     got: &TensorRef<'_>,

@@ -3,7 +3,7 @@
 use crate::tensor::{check_dtype, check_tensor, check_unique};
 use crate::{DType, Error, Layout, Result, TensorDesc};
 
-/// Sizes in the field's names.
+/// The sizes of a causal convolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
     /// Batch.
@@ -16,7 +16,7 @@ pub struct Problem {
     pub l: usize,
     /// Filter taps, at least 1.
     pub width: usize,
-    /// True if every output channel sees all input channels.
+    /// True if every output channel sums over all input channels.
     pub dense: bool,
 }
 
@@ -60,7 +60,7 @@ impl Problem {
         if problem.dense { Err(rank("weight", weight, "2: [d, width]")) } else { Ok(problem) }
     }
 
-    /// Tokens before a sequence that its first outputs see.
+    /// The number of tokens before a sequence on which its first outputs depend.
     pub(crate) fn history(&self) -> usize {
         self.width - 1
     }

@@ -67,7 +67,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dSpec> {
     Ok(spec)
 }
 
-/// A spec with something wrong, and the error that says so.
+/// An invalid spec, made from a valid one, and the name of the error that it must give.
 fn spoil(
     choices: &mut Choices<'_>,
     mut spec: CausalConv1dSpec,
@@ -381,7 +381,7 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
             _ => pool.swap_remove(choices.below(pool.len())) as f64,
         })
         .collect();
-    // Where there is nothing to compute no index is looked at.
+    // If there is nothing to compute, no index is read.
     let looked_at = device == Device::Cpu && !spec.x.layout.is_empty();
     let is_bad = looked_at && choices.one_in(16);
     if is_bad {

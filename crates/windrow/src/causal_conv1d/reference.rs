@@ -62,8 +62,8 @@ impl Reference {
         })
     }
 
-    /// The input that token `t` of row `b` sees at distance `back`; `None` if it is padding. `t = l` is allowed, as one
-    /// more token of the last one's sequence.
+    /// The input at distance `back` before token `t` of row `b`; `None` if the token is padding. `t = l` is allowed, as
+    /// one more token of the last one's sequence.
     fn source(&self, b: usize, t: usize, back: usize) -> Option<Source> {
         let p = &self.problem;
         if let Some(cu_seqlens) = &self.cu_seqlens {
@@ -335,7 +335,7 @@ pub(crate) fn integers(view: &TensorRef<'_>) -> Result<Vec<i64>> {
     Ok(view.to_f64_vec()?.into_iter().map(|value| value as i64).collect())
 }
 
-/// A step of decoding with all operands row-major in f64.
+/// A decoding step with all operands row-major in f64.
 #[derive(Clone, Debug)]
 pub(crate) struct UpdateReference {
     /// Sizes; `b` and `l` are those of x.

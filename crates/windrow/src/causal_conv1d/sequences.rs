@@ -94,7 +94,7 @@ impl Boundaries<'_> {
     }
 }
 
-/// Neighbouring tokens that see the same tokens before them.
+/// Neighbouring tokens of the same sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
     /// First token; for a search limited by a width, at least that many tokens before the given one.

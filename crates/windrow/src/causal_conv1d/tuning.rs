@@ -29,8 +29,8 @@ impl CausalConv1dConfiguration {
     }
 }
 
-/// Channels of a depthwise, output channels of a dense convolution that a search compares with the oracle at
-/// each end.
+/// The number of channels (for a dense convolution, output channels) that a search compares with the oracle at the
+/// beginning, and as many at the end.
 const SAMPLED_CHANNELS: usize = 4;
 
 /// `bdl`, `bld`: dimensions by falling stride.
@@ -45,7 +45,8 @@ impl Tuned for CausalConv1d {
         &spec.y
     }
 
-    /// The spec with dense tensors in its order of dimensions; each row is one sequence that begins with zeros.
+    /// The same spec with dense tensors. Each of them keeps the order of its dimensions in memory. Each row is one
+    /// sequence that begins with zeros.
     fn plain(spec: &CausalConv1dSpec, _: &PlanOptions) -> Result<CausalConv1dSpec> {
         let mut plain = CausalConv1dSpec::new(dense(&spec.x)?, dense(&spec.weight)?)?
             .with_output(dense(&spec.y)?)
@@ -88,7 +89,7 @@ impl Tuned for CausalConv1d {
         comparison::compare_output(&plan.reference(args)?, y)
     }
 
-    /// Output channels.
+    /// Compares the first and the last output channels.
     fn compare_ends(
         plan: &CausalConv1dPlan,
         args: &CausalConv1dArgs<'_>,

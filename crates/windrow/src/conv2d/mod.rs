@@ -32,8 +32,8 @@ use crate::{Device, Filter, PlanOptions, Result, Tensor, TensorRef, Workspace};
 ///
 /// `x` [n, c, h, w] and the filter `w` [k, c/groups, r, s] have the same element type: f32, f16 or bf16. `bias` `[k]`
 /// has this type or f32. All three may have any strides. The result has no gaps. It is channels-last if x is, otherwise
-/// NCHW. To run the same shapes often, use a [`Conv2dPlan`]: its runs need no new memory for y, and it can convert the
-/// filter once for many runs.
+/// NCHW. To run the same shapes often, use a [`Conv2dPlan`]: its runs write into memory of the caller, and it can
+/// convert the filter once for many runs.
 ///
 /// # Errors
 /// As [`Conv2dSpec::new`], [`Conv2dPlan::new`] and [`Conv2dPlan::run`], and

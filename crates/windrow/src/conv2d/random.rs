@@ -21,7 +21,7 @@ const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// The largest numbers of products that the oracle sums. The second limit is used rarely.
 const PRODUCTS: [usize; 2] = [40_000, 1_000_000];
 
-/// NCHW, channels-last, or anything.
+/// NCHW, channels-last, or any other order.
 fn desc(
     choices: &mut Choices<'_>,
     style: Style,
@@ -121,7 +121,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<Conv2dSpec> {
     Ok(spec)
 }
 
-/// A spec with something wrong, and the error that says so.
+/// An invalid spec, made from a valid one, and the name of the error that it must give.
 fn spoil(
     choices: &mut Choices<'_>,
     mut spec: Conv2dSpec,

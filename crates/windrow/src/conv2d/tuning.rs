@@ -39,7 +39,8 @@ impl Conv2dConfiguration {
 
 /// Bytes of x and y beyond which more images change nothing on the CPU.
 const ENOUGH_BYTES: usize = 96 << 20;
-/// Output channels that a search compares with the oracle at each end, of the first and the last image.
+/// The number of output channels that a search compares with the oracle: the first ones of the first image, and as many
+/// of the last ones of the last image.
 const SAMPLED_CHANNELS: usize = 2;
 
 /// `nchw`, `nhwc`: dimensions by falling stride.

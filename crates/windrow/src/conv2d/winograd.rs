@@ -68,7 +68,7 @@ impl Rational {
 pub(crate) struct Transforms {
     /// Side of the output tile.
     pub m: usize,
-    /// Side of the transform tile.
+    /// Side of the transformed tile.
     pub alpha: usize,
     /// `A^T` [m, alpha]
     pub at: [[Rational; MAX_ALPHA]; MAX_ALPHA],

@@ -16,9 +16,9 @@ pub(crate) struct Stages<T> {
     pub m: T,
 }
 
-/// The stages of `x` [n, c, h, w] and `w` [k, c, 3, 3]. The scales of U and V are the sums of
-/// absolute terms of their elements, and the shares `lost` of the largest number of an output channel's filters and of an
-/// image; that of M is formed from theirs, since it carries their errors.
+/// The stages of `x` [n, c, h, w] and `w` [k, c, 3, 3]. The scales of U and V are the sums of the absolute terms of
+/// their elements. To these are added the shares `lost`: for U of the largest magnitude of an output channel's filter,
+/// for V of the largest magnitude of an image. The scale of M is computed from theirs, because M carries their errors.
 pub(crate) fn stages(
     p: &Problem,
     tile: Tile,

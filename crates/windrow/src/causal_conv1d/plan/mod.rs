@@ -97,8 +97,8 @@ impl CausalConv1dPlan {
     /// - [`Error::Index`](crate::Error::Index) for invalid `cu_seqlens`. On a GPU the kernels check the values, so the
     ///   error is about an earlier run on the same GPU.
     ///
-    /// Later errors are [`Error::Backend`](crate::Error::Backend) on a GPU, and
-    /// [`Error::Verification`](crate::Error::Verification) with [`Verify::On`](crate::Verify::On).
+    /// Later errors are [`Error::Backend`](crate::Error::Backend) on a GPU, and with [`Verify::On`](crate::Verify::On)
+    /// [`Error::Verification`](crate::Error::Verification) and [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub fn run(
         &self,
         args: &CausalConv1dArgs<'_>,

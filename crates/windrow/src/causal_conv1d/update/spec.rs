@@ -8,7 +8,7 @@ use crate::{Activation, Error, Result, TensorDesc};
 
 fields! {
     /// The spec of a decoding step. It computes `y` for new tokens `x` that follow the tokens in `conv_state`, and
-    /// moves these on.
+    /// moves the state on.
     ///
     /// A state holds the last `state_len >= width - 1` tokens of a sequence, oldest first. A step moves it on by l
     /// tokens. With `cache_seqlens` it is a ring buffer instead: token number `n` of the sequence is in slot `n %

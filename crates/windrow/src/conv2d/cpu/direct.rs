@@ -34,7 +34,7 @@ pub(super) trait TapSums: Debug + Send + Sync + Sized + 'static {
         1.0
     }
 
-    /// Blocking, in words.
+    /// A description of how the work is divided into blocks.
     fn explain(&self) -> String;
 
     /// The largest number of additions, one after the other, that form an element.

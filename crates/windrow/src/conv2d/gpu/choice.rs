@@ -142,7 +142,7 @@ fn by_rules(task: &Task<'_>, has: &dyn Fn(Conv2dAlgorithm) -> bool) -> Conv2dAlg
 }
 
 /// The tile. It is F4 if that is allowed, unless F4's tiles reach so far beyond the image that it saves nothing, or are
-/// so few that they leave the device idle.
+/// so few that they leave the GPU idle.
 fn tile(task: &Task<'_>) -> Tile {
     const FEW: usize = 240;
     let micros = |tile| winograd_gemm::micros(task, tile);
@@ -150,8 +150,8 @@ fn tile(task: &Task<'_>) -> Tile {
     if pays { largest_tile(task.spec) } else { Tile::F2 }
 }
 
-/// True if the stages are faster than the fused kernel and, if cuDNN may be chosen, than cuDNN: if the products outweigh
-/// the passes over V and M, or if the fused kernel has too few blocks for the device.
+/// True if non-fused Winograd is faster than the fused kernel and, if cuDNN may be chosen, than cuDNN: if the products
+/// outweigh the passes over V and M, or if the fused kernel has too few blocks for the GPU.
 fn stages_pay(task: &Task<'_>, tile: Tile, cudnn: bool) -> bool {
     let (spec, p) = (task.spec, task.problem);
     let staged = winograd_gemm::micros(task, tile);
@@ -185,8 +185,8 @@ fn cudnn_pays(task: &Task<'_>) -> bool {
     match task.spec.x.dtype {
         // The fused kernel reads an f32 input once more, for its largest magnitude. Few products do not hide this read.
         DType::F32 => p.c < 256 || share < 0.75,
-        // With few input channels the fused kernel is bound by its stores, and cuDNN's blocks have 128 output channels.
-        // With many the fused kernel waits for the second-level cache.
+        // With few input channels the fused kernel is limited by its stores, and cuDNN's blocks have 128 output
+        // channels. With many the fused kernel waits for the second-level cache.
         DType::F16 | DType::BF16 | not_computed!() => {
             (p.c <= 64 && p.k >= 128) || share < if p.c < 512 { 0.65 } else { 0.75 }
         }

@@ -25,7 +25,7 @@ pub(super) trait Method: Sync {
     /// A request to cuDNN, whether it has a kernel for the task. Other methods need none.
     ///
     /// # Errors
-    /// Those of the library.
+    /// The errors of the library.
     fn confirm(&self, _gpu: &'static Gpu, _task: &Task<'_>) -> Result<()> {
         Ok(())
     }

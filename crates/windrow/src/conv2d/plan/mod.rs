@@ -126,9 +126,9 @@ impl Conv2dPlan {
     /// - [`Error::Aliasing`] if y shares memory with an input;
     /// - [`Error::ForeignPack`] if [`Conv2dPlan::accepts`] is false for the packed filter;
     /// - [`Error::WorkspaceTooSmall`];
-    /// - [`Error::OutOfMemory`], with [`Weights::Cached`] only;
-    /// - [`Error::Backend`], on a GPU only;
-    /// - [`Error::Verification`], with [`Verify::On`](crate::Verify::On) only.
+    /// - [`Error::OutOfMemory`], with [`Weights::Cached`] or [`Verify::On`](crate::Verify::On);
+    /// - [`Error::Backend`], on a GPU;
+    /// - [`Error::Verification`], with [`Verify::On`](crate::Verify::On).
     pub fn run(
         &self,
         args: &Conv2dArgs<'_>,

@@ -295,7 +295,7 @@ unsafe fn target<T: SimdElement>(
     }
 }
 
-/// Contiguous elements; null where an operand is absent.
+/// Contiguous elements; null if an operand is absent.
 struct Row<T, const TANH: bool> {
     dx: *mut T,
     dy: *const T,

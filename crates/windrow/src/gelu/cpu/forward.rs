@@ -193,7 +193,7 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
             let x = self.bias.add2(s, T::load2(s, self.x.add(i)), i);
             let mut y = x;
             if table::beyond(s, x) {
-                // Else its needs of registers push the tables out of them.
+                // Otherwise the registers that it needs would push the tables out.
                 crate::cpu::seldom();
                 for y in &mut y {
                     *y = table::exponentials::<S, TANH>(s, *y);

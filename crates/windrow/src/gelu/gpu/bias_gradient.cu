@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
     float bias = bias_at(p.bias.p, p.bias.step, i);
     for (i64 c = blockIdx.y; c * p.chunk < p.shape.rows; c += gridDim.y) {
         i64 end = (c + 1) * p.chunk < p.shape.rows ? (c + 1) * p.chunk : p.shape.rows;
-        // What each addition rounds away is carried along.
+        // The rounding error of each addition is carried along.
         float sum = 0.0f, carry = 0.0f;
         for (i64 row = c * p.chunk; row < end; row++) {
             RowIndex at(p.shape, row);

@@ -1,8 +1,8 @@
 // y = gelu(x + bias) * gate.
 //
-// Floor: the bytes of x, gate and y over the memory bandwidth. One access of 16 bytes per thread keeps
-// 32 KiB in flight on every multiprocessor; arithmetic is about 13 (tanh) and 16 (exact) issue slots
-// an element in f16/bf16, of the 32 that an H200 has per 4 bytes moved.
+// Floor: the bytes of x, gate and y over the memory bandwidth. One access of 16 bytes per thread keeps 32 KiB in flight
+// on every multiprocessor; arithmetic is about 13 (tanh) and 16 (exact) issue slots per element in f16/bf16, of the 32
+// that an H200 has per 4 bytes moved.
 //
 // THREADS  threads of a block
 // UNROLL   accesses of a thread where all elements lie in one row

@@ -1,4 +1,4 @@
-// What the kernels of GELU share: operands with any strides, seen as `rows` rows of `inner` elements.
+// The common part of GELU's kernels: operands with any strides, as `rows` rows of `inner` elements.
 //
 // T                element type: F32, F16 or Bf16
 // VECTOR, ACCESS   elements of a thread, and of one memory access
@@ -18,7 +18,7 @@ constexpr bool ACCURATE = sizeof(S) == 4;
 
 struct Shape {
     i64 rows, inner;
-    // Whether elements of a row lie next to each other in every operand but the bias.
+    // True if the elements of a row are contiguous in every operand except the bias.
     i64 unit;
     // The dimensions that count the rows, innermost first.
     i64 size[DIMS];
@@ -56,8 +56,8 @@ struct RowIndex {
     }
 };
 
-// The elements of a row that one thread takes: start .. start + VECTOR. They begin where `out` is
-// aligned, so the first ones of a misaligned row reach before it.
+// The elements of a row that one thread computes: start .. start + VECTOR. They begin where `out` is aligned, so the
+// first ones of a misaligned row reach before it.
 __device__ __forceinline__ i64 item_start(const Shape &shape, const S *out, i64 item) {
     i64 start = item * VECTOR;
     if (shape.unit) start -= (i64)((unsigned long long)out / sizeof(S) % ACCESS);

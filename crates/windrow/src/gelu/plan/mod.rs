@@ -72,8 +72,8 @@ impl GeluPlan {
     /// - [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] if a view does not agree with the spec;
     /// - [`Error::Parameter`] if the spec has a bias or a gate and the arguments do not, or the reverse;
     /// - [`Error::Aliasing`], [`Error::WrongDevice`], [`Error::WorkspaceTooSmall`];
-    /// - [`Error::Backend`], on a GPU only;
-    /// - [`Error::Verification`], with [`Verify::On`](crate::Verify::On) only.
+    /// - [`Error::Backend`], on a GPU;
+    /// - [`Error::Verification`] or [`Error::OutOfMemory`], with [`Verify::On`](crate::Verify::On).
     pub fn run(
         &self,
         args: &GeluArgs<'_>,

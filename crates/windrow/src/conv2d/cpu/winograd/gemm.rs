@@ -28,7 +28,7 @@ pub(super) const fn max_group(registers: usize) -> usize {
 pub(super) struct Gemm<'a, 'b> {
     /// Input channels.
     pub c: usize,
-    /// Positions of the transform tile.
+    /// Positions of the transformed tile.
     pub positions: usize,
     /// Tiles in the block.
     pub tiles: usize,

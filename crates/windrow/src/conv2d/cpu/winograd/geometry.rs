@@ -1,4 +1,4 @@
-//! The places of tiles in the image.
+//! The positions of tiles in the image.
 
 use crate::conv2d::Problem;
 
@@ -34,7 +34,7 @@ impl Geometry {
         self.problem.n * self.grid[0] * self.grid[1]
     }
 
-    /// Positions of a transform tile.
+    /// Positions of a transformed tile.
     pub(super) fn positions(&self) -> usize {
         (self.m + 2) * (self.m + 2)
     }

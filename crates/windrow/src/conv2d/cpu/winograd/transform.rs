@@ -135,7 +135,7 @@ pub(super) fn output<S: Simd, const A: usize>(s: S, x: [S::F32; A]) -> [S::F32; 
     out
 }
 
-/// `A y` of the first `A - 2` elements: a tile's gradients at the positions of the transform tile.
+/// `A y` of the first `A - 2` elements: a tile's gradients at the positions of the transformed tile.
 #[inline(always)]
 pub(super) fn output_gradient<S: Simd, const A: usize>(s: S, y: [S::F32; A]) -> [S::F32; A] {
     let k = const { Coefficients::new(A) };

@@ -1,9 +1,9 @@
 //! The weight gradient in Winograd's domain: `dW = G^T [sum over tiles of (A dY A^T) * (B^T X B)] G`.
 //!
 //! A chunk of tiles of the batch is transformed at once, both x and dy. With many channels each task then multiplies a
-//! block of output and of input channels for all positions of the transform tile, and transforms it back while it is in
-//! the cache. With few, tasks are some of the positions, whose parts of V and D are different ones. Which tiles are summed in
-//! which order depends on the problem alone, not on threads.
+//! block of output and of input channels for all positions of the transformed tile, and transforms it back while it is
+//! in the cache. With few channels, each task computes some of the positions, for which it reads its own parts of V and
+//! D. The order of the sums over tiles depends only on the problem, not on threads.
 
 use super::super::gradient::{WeightGradient, with_gradient};
 use super::super::method::Task;

@@ -76,7 +76,7 @@ pub(super) struct Grouped {
     pub(super) megabyte: f64,
     /// The time for groups of a few channels with y in NCHW: for a GFLOP of stride 1, and for one of other strides.
     pub(super) nchw_gflop: [f64; 2],
-    /// The same where y is channels-last: filters are read more slowly.
+    /// The same if y is channels-last: filters are read more slowly.
     pub(super) nhwc_gflop: [f64; 2],
 }
 
@@ -88,11 +88,11 @@ pub(super) struct WinogradRow {
     pub(super) split_step: f64,
     pub(super) f32_step: f64,
     pub(super) half_step: f64,
-    /// Factor where pixels are no whole vectors: they are copied, and stored element by element.
+    /// The factor if pixels are not whole vectors: they are copied, and stored element by element.
     pub(super) unaligned: f64,
 }
 
-/// The stages: launches, megabytes of x, V, M and y, products.
+/// The time of non-fused Winograd: for the launches, for a megabyte of x, V, M and y, and for a product.
 #[derive(Debug)]
 pub(super) struct WinogradGemm {
     pub(super) launches: f64,
@@ -103,7 +103,7 @@ pub(super) struct WinogradGemm {
 /// The time of a step of 64 terms, and the time of a tile in addition to its steps.
 pub(super) type StepAndTile = (f64, f64);
 
-/// The gathered product.
+/// The time of the gathered product of `implicit_gemm`.
 #[derive(Debug)]
 pub(super) struct ImplicitGemm {
     pub(super) launch: f64,
@@ -125,11 +125,11 @@ pub(super) struct ImplicitGemm {
     pub(super) stores: f64,
 }
 
-/// cuDNN's kernels and the passes around them.
+/// The time of cuDNN's kernels and of the passes around them.
 #[derive(Debug)]
 pub(super) struct Cudnn {
     pub(super) launch: f64,
-    /// f32 of f32 class: a GFLOP, and by how many channels of a group it doubles.
+    /// f32 that is not rounded to TF32: a GFLOP, and the number of channels of a group for which it doubles.
     pub(super) f32_gflop: f64,
     pub(super) f32_group: f64,
     /// Few blocks that sum all terms: a launch and a term.
@@ -152,7 +152,7 @@ pub(super) struct Cudnn {
     pub(super) pass: (f64, f64),
 }
 
-/// Gradients of f32 that are not the forward's kernels.
+/// The time of f32 gradients with kernels that the forward direction does not use.
 #[derive(Debug)]
 pub(super) struct Gradients {
     /// dx of few channels by one thread each.

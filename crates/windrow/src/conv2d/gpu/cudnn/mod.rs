@@ -87,7 +87,7 @@ pub(super) fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) 
     }
 }
 
-/// The kernel for addresses that the main kernel cannot take, compiled when the first such address comes.
+/// The kernel for addresses that the main kernel cannot read, compiled when the first such address occurs.
 #[derive(Debug)]
 pub(super) struct Otherwise {
     made: TryOnceLock<General>,
@@ -166,7 +166,7 @@ pub(super) fn micros(task: &Task<'_>) -> f64 {
     kernel_micros(task) + pass_micros(task)
 }
 
-/// Expected microseconds of cuDNN's kernels. In strict f32 few blocks, which sum all terms, leave the device idle.
+/// The expected microseconds of cuDNN's kernels. In strict f32, few blocks, which sum all terms, leave the GPU idle.
 pub(super) fn kernel_micros(task: &Task<'_>) -> f64 {
     let Task { chip, spec, problem: p, .. } = *task;
     let rates = &chip.rates.cudnn;
@@ -197,7 +197,7 @@ fn pass_micros(task: &Task<'_>) -> f64 {
     launch + megabytes / per_micro
 }
 
-/// The time of [`kernel_micros`] for f16/bf16. It is bound by few blocks, by products (slow if pixels are no whole
+/// The time of [`kernel_micros`] for f16/bf16. It is limited by few blocks, by products (slow if pixels are not whole
 /// vectors), or by passes over x and y (more if they are not channels-last).
 fn half_micros(rates: &Rates, spec: &Conv2dSpec, p: &Problem) -> f64 {
     let few = rates.half_few_launch + rates.half_term * p.taps() as f64;
@@ -271,8 +271,8 @@ impl Prepared for Cudnn {
         self.filter.bytes()
     }
 
-    /// True if the filter at `w` can be read as it is: it lies as its copy would, and as aligned as cuDNN's
-    /// fast kernels want it.
+    /// True if the filter at `w` can be read in place: it has the layout that its copy would have, and the alignment
+    /// that cuDNN's fast kernels need.
     fn reads_in_place(&self, w: *const u8) -> bool {
         self.filter.is_packed() && (w as usize).is_multiple_of(VendorConvolution::ALIGNMENT)
     }
@@ -288,7 +288,7 @@ impl Prepared for Cudnn {
     }
 
     fn packed_form(&self) -> PackedForm {
-        // Each layout has its own order. A filter that is kept with digests has another.
+        // Each layout has its own order. A filter that is kept with checksums has another.
         let order = usize::from(self.channels_last) + 2 * usize::from(self.nhwc_filter.is_some());
         PackedForm::new("cudnn", self.spec.x.dtype, 1, order)
     }

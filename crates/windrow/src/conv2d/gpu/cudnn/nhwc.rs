@@ -97,8 +97,8 @@ impl NhwcFilter {
 }
 
 impl NhwcConversion {
-    /// True for dense NCHW tensors that cuDNN would turn, since it has its kernels of one product for channels-last ones
-    /// only, except for plain products of matrices.
+    /// True for dense NCHW tensors that cuDNN would transpose, because its kernels on tensor cores, which compute one
+    /// product, exist only for channels-last tensors, except for plain matrix products.
     pub(crate) fn suits(spec: &Conv2dSpec, p: &Problem) -> bool {
         let dense = spec.x.layout.is_contiguous() && spec.y.layout.is_contiguous();
         let one_product = spec.x.dtype != DType::F32 || spec.accuracy >= Accuracy::Tf32;

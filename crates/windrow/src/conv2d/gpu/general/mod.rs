@@ -66,7 +66,7 @@ pub(super) static IM2COL_GEMM: Everything = Everything {
     },
 };
 
-/// A method that computes every convolution on every device.
+/// A method that computes every convolution on every GPU.
 pub(super) struct Everything {
     sums: Sums,
     rates: fn(&Rates) -> &Plain,
@@ -220,12 +220,12 @@ impl Prepared for General {
         self.filter.bytes()
     }
 
-    /// True if the filter lies as its copy would.
+    /// True if the filter has the layout that its copy would have.
     fn reads_in_place(&self, _w: *const u8) -> bool {
         self.filter.is_packed()
     }
 
-    /// A rounding for each addition in a row; tensor cores cut off instead, which is up to twice that.
+    /// A rounding for each addition, one after the other. Tensor cores truncate instead, which is up to twice that.
     fn tolerance(&self) -> f64 {
         let p = &self.problem;
         let terms = match self.direction {
@@ -407,7 +407,7 @@ impl DenseFilter {
         self.shape.iter().product()
     }
 
-    /// True if the filter lies as its copy would.
+    /// True if the filter has the layout that its copy would have.
     pub(super) fn is_packed(&self) -> bool {
         let dense = self.packed_strides();
         (0..4).all(|d| self.shape[d] == 1 || self.strides[d] == dense[d])

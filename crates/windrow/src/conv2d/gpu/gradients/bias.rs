@@ -74,7 +74,7 @@ impl BiasGradient {
     /// Computes `db`, which has its own stride and type, from `dy`.
     ///
     /// # Safety
-    /// The tensors must have these layouts and be on the stream's device, with [`BiasGradient::scratch_bytes`] there.
+    /// The tensors must have these layouts and be on the stream's GPU, with [`BiasGradient::scratch_bytes`] there.
     pub(crate) unsafe fn run(
         &self,
         stream: &Stream,

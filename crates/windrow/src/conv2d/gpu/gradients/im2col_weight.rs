@@ -11,7 +11,7 @@ use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Stream};
 use crate::{DType, Result};
 
-/// Blocks that keep a device busy, for each multiprocessor.
+/// The number of blocks per multiprocessor that keep a GPU busy.
 const BLOCKS_PER_PROCESSOR: usize = 4;
 /// The largest memory in bytes for parts.
 const MAX_PARTS_BYTES: usize = 64 << 20;

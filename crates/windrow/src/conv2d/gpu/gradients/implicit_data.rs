@@ -132,12 +132,12 @@ impl Part {
     }
 }
 
-/// [`ImplicitData`], where it is ahead of cuDNN's or cuDNN has no kernel.
+/// The method [`ImplicitData`], if it is faster than cuDNN's gradient or cuDNN has no kernel.
 pub(crate) struct ImplicitDataMethod;
 
 impl ImplicitDataMethod {
-    /// True ahead of cuDNN's: the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`], or f32 stays of f32 class and
-    /// cuDNN's is expected to be slower.
+    /// True if it comes before cuDNN's: the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`], or f32 is not
+    /// rounded to TF32 and cuDNN's is expected to be slower.
     pub(crate) fn leads(gpu: &Gpu, task: &Task<'_>) -> bool {
         let micros = || ImplicitData::micros(gpu, task);
         match task.algorithm() {
@@ -159,7 +159,8 @@ impl GradientMethod<dyn DataGradient> for ImplicitDataMethod {
     }
 }
 
-/// Expected microseconds of a data gradient that is no convolution of dy, by cuDNN or, for few channels, sums of one thread.
+/// The expected microseconds of a data gradient that is not a convolution of dy, by cuDNN or, for few channels, with
+/// one thread for each element.
 fn gathered_micros(task: &Task<'_>) -> f64 {
     match task.problem.c_group() < 8 {
         true => {
@@ -174,7 +175,7 @@ impl ImplicitData {
     /// Parts are launched one after the other.
     const MAX_PARTS: usize = 16;
 
-    /// Expected microseconds, infinite where it cannot be had.
+    /// The expected microseconds; infinite if the method does not compute the gradient.
     fn micros(gpu: &Gpu, task: &Task<'_>) -> f64 {
         let (spec, p) = (task.spec, task.problem);
         if !methods::allows(&task.by(Conv2dAlgorithm::ImplicitGemm))

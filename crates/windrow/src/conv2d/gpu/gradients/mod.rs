@@ -48,12 +48,12 @@ pub(crate) struct Backward {
 }
 
 impl Backward {
-    /// Compiles and loads the kernels of a plan with the task's algorithm. Where they are no products of transforms, the gradients are
-    /// cuDNN's if it has kernels for them; with `cudnn` the weight gradient is always, and with `implicit_gemm` gradients
-    /// are by products of f16 or bf16.
+    /// Compiles and loads the kernels of a plan with the task's algorithm. Gradients that Winograd's algorithm does not
+    /// compute are cuDNN's if it has kernels for them. With `cudnn` the weight gradient is always cuDNN's, and with
+    /// `implicit_gemm` gradients are products of f16 or bf16.
     ///
     /// # Errors
-    /// As of plans.
+    /// The errors of a plan.
     pub(crate) fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
         let (_, data) = first(&DATA, gpu, task)?;
         let (place, weight) = first(&WEIGHT, gpu, task)?;
@@ -68,7 +68,7 @@ impl Backward {
         })
     }
 
-    /// Bytes of workspace for any of the gradients.
+    /// Bytes of workspace that are enough for each of the gradients.
     pub(crate) fn scratch_bytes(&self) -> usize {
         let weight = self.weight_bytes();
         self.data.scratch_bytes().max(weight).max(self.bias.scratch_bytes())
@@ -80,7 +80,7 @@ impl Backward {
         cudnn.max(self.weight.scratch_bytes())
     }
 
-    /// Outputs of a tile of Winograd's algorithm, if the weight gradient is computed by it.
+    /// The side of the output tile, if the weight gradient is computed by Winograd's algorithm.
     pub(crate) fn weight_tile(&self) -> Option<usize> {
         self.weight.tile()
     }

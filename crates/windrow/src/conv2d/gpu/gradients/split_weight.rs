@@ -190,8 +190,8 @@ impl Operand {
     }
 }
 
-/// [`SplitWeight`], where the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`], or there is no product of Winograd's
-/// tiles and cuDNN's is expected to be slower.
+/// The method [`SplitWeight`], if the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`], or if Winograd's algorithm
+/// does not compute the gradient and cuDNN's is expected to be slower.
 pub(super) struct SplitWeightMethod;
 
 impl GradientMethod<dyn WeightGradient> for SplitWeightMethod {

@@ -1,5 +1,5 @@
-//! The weight gradient in Winograd's domain: `dw = G^T [sum over tiles of (A dy A^T) (B^T x B)] G`,
-//! with the sum as one strided-batched matrix product for all positions of the transform tile.
+//! The weight gradient in Winograd's domain: `dw = G^T [sum over tiles of (A dy A^T) (B^T x B)] G`, with the sum as one
+//! strided-batched matrix product for all positions of the transformed tile.
 //!
 //! f32 is multiplied as f16 parts if [`WeightProduct`] supports it.
 
@@ -34,7 +34,7 @@ const fn tile_of(dtype: DType) -> Tile {
     }
 }
 
-/// Few channels are summed faster as they are.
+/// Few channels are summed faster without a transform.
 const MIN_CHANNELS: usize = 16;
 
 #[derive(Debug)]
@@ -71,7 +71,7 @@ params! {
     }
 }
 
-/// [`WinogradWeight`], wherever it can be.
+/// The method [`WinogradWeight`], for all gradients that it can compute.
 pub(crate) struct WinogradWeightMethod;
 
 impl GradientMethod<dyn WeightGradient> for WinogradWeightMethod {

@@ -136,8 +136,8 @@ params! {
 }
 
 impl WinogradGemm {
-    /// The division by the configuration. The model chooses the parameters that the configuration leaves open. Packed
-    /// filter and scratch memory together stay within the options' memory, if that is given.
+    /// The division by the configuration. The cost model chooses the parameters that the configuration leaves open.
+    /// Packed filter and scratch memory together stay within the options' memory, if that is given.
     fn cut(task: &Task<'_>) -> Cut {
         let Task { chip, spec, problem, configuration, options } = task;
         let tile = tile_of(task);
@@ -323,7 +323,7 @@ impl Prepared for WinogradGemm {
         let mut scratch = DeviceBuffer::new(&stream, self.scratch_bytes())?;
         let mut y = DeviceTensor::new(self.spec.y, device)?;
         let bias = self.spec.bias.map(|desc| DeviceTensor::new(desc, device)).transpose()?;
-        // Whatever lies there: y is not looked at.
+        // Any content: y is not read.
         let residual =
             self.spec.residual.then(|| DeviceTensor::new(self.spec.y, device)).transpose()?;
         let [bias, residual] =

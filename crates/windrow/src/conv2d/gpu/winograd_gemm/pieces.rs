@@ -8,19 +8,19 @@ use crate::conv2d::gpu::split::ImageMax;
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
 
-/// Outputs of a block of the product in both directions, as most of its kernels have them, and how often its blocks should
-/// fill the device at least.
+/// The outputs of a block of the product in both directions, as most of its kernels have them, and how often its blocks
+/// should fill the GPU at least.
 const PRODUCT_BLOCK: usize = 128;
 const LEAST_ROUNDS: usize = 4;
 
-/// Tiles of a chunk whose product still fills the device some times.
+/// The number of tiles of a chunk whose product still fills the GPU several times.
 fn least_tiles(task: &Task<'_>, tile: Tile) -> usize {
     let blocks = tile.alpha() * tile.alpha() * task.problem.k.div_ceil(PRODUCT_BLOCK).max(1);
     let rounds = LEAST_ROUNDS * task.chip.multiprocessors as usize;
     rounds.div_ceil(blocks) * PRODUCT_BLOCK
 }
 
-/// The fewest bytes that packed filter and workspace have together.
+/// The smallest number of bytes of packed filter and workspace together.
 pub(super) fn least_bytes(task: &Task<'_>, tile: Tile) -> usize {
     let Task { spec, problem, .. } = *task;
     let stages = stages(spec);

@@ -13,7 +13,7 @@ use crate::{DType, Result, TensorDesc};
 static INPUT: Source = source!("winograd_input.cu", "winograd.cuh");
 pub(crate) static FILTER_GRAD: Source = source!("winograd_filter_grad.cu", "winograd.cuh");
 
-/// Threads of a block, where a configuration does not say.
+/// The number of threads of a block, if the configuration does not give it.
 pub(crate) const THREADS: usize = 128;
 /// Tiles of a chunk are a multiple of this, and padded channels fill such vectors: then every row of
 /// a matrix starts at a vector.
@@ -29,8 +29,8 @@ const LARGE_IMAGE_TILES: usize = 16_384;
 /// Threads of a launch are counted in 32 bits.
 const MAX_THREADS: usize = 1 << 30;
 
-/// The layout of a stage: a matrix for each position of the transform tile, tiles of a chunk by channels:
-/// `[p][channel][tile]` or `[p][tile][channel]`, as pixels and channels of the image lie.
+/// The layout of a stage: a matrix for each position of the transformed tile, tiles of a chunk by channels:
+/// `[p][channel][tile]` or `[p][tile][channel]`, in the order in which the image has pixels and channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stage {
     pub(crate) dtype: DType,
@@ -214,9 +214,8 @@ impl InputTransform {
     }
 
     /// # Safety
-    /// `x` must be `n` images of the tensor, `x_max` their largest magnitudes, or of octets that of all, if the stage is
-    /// split, `out`
-    /// [`Stage::bytes`], on the stream's device.
+    /// `x` must be `n` images of the tensor. If the stage is split, `x_max` must be their largest magnitudes, or for
+    /// octets that of all images. `out` must be [`Stage::bytes`] bytes. All must be on the stream's GPU.
     pub(crate) unsafe fn run(
         &self,
         stream: &Stream,

@@ -198,7 +198,7 @@ mod tests {
                     assert!(g.stage_bytes <= MAX_STAGE_BYTES && g.image_rows >= oh, "{g:?}");
                     assert!(g.strips(ow) * g.pairs_x * PAIR_COLUMNS >= ow, "{g:?}");
                     assert!(g.units(3, ow) * PAIRS * PAIR_COLUMNS >= 3 * oh * ow, "{g:?}");
-                    // Rows of a stage start at 128 bytes, as the copy engine wants.
+                    // Rows of a stage start at multiples of 128 bytes, as the copy engine requires.
                     assert!(
                         g.box_rows.is_multiple_of(2) || (g.box_rows * g.pitch).is_multiple_of(2),
                         "{g:?}"

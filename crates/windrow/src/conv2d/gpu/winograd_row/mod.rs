@@ -150,7 +150,7 @@ pub(super) fn micros(task: &Task<'_>) -> f64 {
         DType::F32 => rates.f32_step,
         DType::F16 | DType::BF16 | not_computed!() => rates.half_step,
     };
-    // Pixels that are no whole vectors are copied, and stored element by element.
+    // Pixels that are not whole vectors are copied, and stored element by element.
     let slower = is_channels_last(&spec.y.layout) && !has_vectors(spec, p);
     let micros = rates.launch + step * rounds(task) * p.c.div_ceil(16) as f64;
     if slower { rates.unaligned * micros } else { micros }

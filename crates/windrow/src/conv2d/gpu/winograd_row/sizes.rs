@@ -8,7 +8,7 @@ use crate::conv2d::gpu::split::{self, ImageMax};
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dSpec, Problem};
 
-/// The facts on which sizes depend.
+/// The properties on which sizes depend.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
     c: usize,
@@ -26,7 +26,7 @@ impl Sizes {
         Sizes { c: problem.c, k: problem.k, products, multiprocessors }
     }
 
-    /// Beside the copy of x.
+    /// Without the copy of x.
     pub(super) fn bytes(&self, spec: &Conv2dSpec) -> usize {
         self.packed_bytes() + ImageMax::bytes(&spec.x) + self.sums_bytes()
     }
