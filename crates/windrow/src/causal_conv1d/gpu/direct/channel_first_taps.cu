@@ -40,8 +40,8 @@ __device__ __forceinline__ unsigned wildness(unsigned word) {
     return (word & ALL_ONES) + LAST & 0x80008000u;
 }
 
-// Words of 4 steps before the present one, and of it: rows 8 to 15 of a tile see what rows 0 to 7 see 4 steps later, the
-// next tile 8 steps later.
+// Words of 4 steps before the present one, and of it: rows 8 to 15 of a tile read what rows 0 to 7 read 4 steps later,
+// the next tile 8 steps later.
 __device__ __forceinline__ void multiply_tiles(const S *inputs, const unsigned (&taps)[STEPS][2], float (&sum)[TILES][4]) {
     unsigned word[5][2];
 #pragma unroll

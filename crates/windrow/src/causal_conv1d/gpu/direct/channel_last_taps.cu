@@ -13,7 +13,7 @@
 #include "causal_conv1d.cuh"
 
 constexpr int THREADS = 128, HALO = TAPS - 1, COLUMNS = LANES * VECTOR, GROUPS = THREADS / LANES;
-// Of a row of weights in shared memory: writes along the taps meet few times.
+// Of a row of weights in shared memory: writes along the taps have few bank conflicts.
 constexpr int PITCH = COLUMNS + 4;
 typedef Raw<T, VECTOR> Vector;
 

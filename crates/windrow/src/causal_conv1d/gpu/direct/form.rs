@@ -12,10 +12,10 @@ source!(CHANNEL_LAST, "channel_last.cu");
 source!(CHANNEL_LAST_TILE, "channel_last_tile.cu");
 source!(CHANNEL_LAST_SM90, "channel_last_sm90.cu");
 
-/// The kernel that computes all outputs but those that see an initial state.
+/// The kernel that computes all outputs except those that depend on an initial state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
-    /// Vectors along l; `steps` of them a thread, `across` warps of a block along a row.
+    /// Vectors along l; `steps` of them per thread, `across` warps of a block along a row.
     ChannelFirst { steps: usize, across: usize },
     /// Vectors along d, walking along l.
     ChannelLast { vector: usize, chunk: usize },
@@ -38,7 +38,7 @@ const TILE_WARPS: usize = THREADS / 32;
 const SHARED_TAPS: usize = 9;
 
 impl Form {
-    /// The one for a spec; `has`: what the device has.
+    /// The form for a spec; `has` says which features the GPU has.
     pub(super) fn of(
         spec: &CausalConv1dSpec,
         problem: &Problem,
@@ -65,8 +65,8 @@ impl Form {
             return Form::ChannelFirst { steps, across };
         }
         if x[1] == 1 && y[1] == 1 && l < 1 << 30 {
-            // Measured on an H200: large half tensors, whose arithmetic weighs more, gain from
-            // walking, or more from shared memory; others from many short threads.
+            // Measured on an H200: large tensors of f16 or bf16, whose arithmetic weighs more, gain from walking, or
+            // more from shared memory; others from many short threads.
             let half = spec.x.dtype.is_half();
             let large = spec.x.bytes() > 16 << 20;
             let fits = |n: isize| [d as isize, x[0], x[2], y[0], y[2]].iter().all(|s| s % n == 0);
@@ -81,8 +81,7 @@ impl Form {
             {
                 return form;
             }
-            // As wide as every row allows; for halves more than 8 bytes cost more registers than
-            // they gain.
+            // As wide as every row allows; for f16 and bf16 more than 8 bytes cost more registers than they gain.
             let mut vector = 4;
             while !fits(vector as isize) {
                 vector /= 2;
@@ -111,7 +110,7 @@ impl Form {
     /// Tiles in shared memory, if they are for the width; `dense`: whether rows of channels lie one behind the other.
     fn shared(problem: &Problem, dense: bool) -> Option<Self> {
         let Problem { d, l, width, .. } = *problem;
-        // Few channels share a block if they are all of its.
+        // Few channels share a block if they are all of its channels.
         let few = dense && d.is_power_of_two() && (8..256).contains(&d);
         // Measured on an H200: what registers hold for many blocks.
         let (vector, rows) = if width <= 5 { (4, 16) } else { (2, 32) };
@@ -120,7 +119,7 @@ impl Form {
         fits.then_some(Form::ChannelLastShared { vector, rows, lanes })
     }
 
-    /// The main kernel; none if that is the plain one.
+    /// The main kernel; `None` if that is the plain one.
     pub(super) fn kernel(self, spec: &CausalConv1dSpec) -> Option<KernelSpec> {
         let mask = u8::from(spec.seq_idx.is_some() || spec.cu_seqlens.is_some());
         let width = spec.weight.shape()[1];
@@ -218,7 +217,7 @@ impl Form {
         }
     }
 
-    /// Blocks of the kernel, in one line.
+    /// A description of the kernel's blocks, in one line.
     pub(super) fn explain(self) -> String {
         match self {
             Form::ChannelFirst { steps, .. } => {

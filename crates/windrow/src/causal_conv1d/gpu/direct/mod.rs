@@ -21,7 +21,7 @@ pub(crate) struct Direct {
     form: Form,
     /// Bytes of an element of x.
     element: usize,
-    /// Whether rows hold several sequences, which the vector kernels learn from a mask.
+    /// True if rows hold several sequences, which the vector kernels read from a mask.
     packed: bool,
     params: Params,
     /// The bytes of the partial sums of a backward run.
@@ -60,7 +60,7 @@ impl Direct {
         })
     }
 
-    /// Blocks of the kernel, in one line.
+    /// A description of the kernel's blocks, in one line.
     pub(crate) fn explain(&self) -> String {
         self.form.explain()
     }

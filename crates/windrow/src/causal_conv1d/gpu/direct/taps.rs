@@ -28,7 +28,7 @@ pub(super) enum Taps {
 }
 
 impl Taps {
-    /// The one for channels next to each other, of which `vector` are aligned wherever a row begins.
+    /// The kernel for neighbouring channels, of which `vector` are aligned wherever a row begins.
     pub(super) fn last(spec: &CausalConv1dSpec, problem: &Problem, vector: usize) -> Option<Self> {
         let Problem { b, d, width, .. } = *problem;
         // As many weights as fit in shared memory together with other blocks'.
@@ -38,7 +38,7 @@ impl Taps {
         (is_for(spec, problem) && b <= GRID).then_some(Taps::Last { vector, rows: 16, lanes })
     }
 
-    /// The one for positions next to each other; `has`: what the device has.
+    /// The kernel for neighbouring positions; `has` says which features the GPU has.
     pub(super) fn first(
         spec: &CausalConv1dSpec,
         problem: &Problem,
@@ -117,7 +117,7 @@ impl Taps {
         }
     }
 
-    /// Blocks of the kernel, in one line.
+    /// A description of the kernel's blocks, in one line.
     pub(super) fn explain(self) -> String {
         match self {
             Taps::Last { vector, rows, .. } => {
@@ -136,7 +136,7 @@ impl Taps {
 /// True if the kernels support the spec's width and options, whatever its strides.
 fn is_for(spec: &CausalConv1dSpec, problem: &Problem) -> bool {
     let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
-    // A thread for each channel computes the outputs that see an initial state again.
+    // A thread for each channel computes the outputs that depend on an initial state again.
     let widest = if spec.initial_states.is_some() { 16 } else { MOST };
     !packed && (2..=widest).contains(&problem.width) && problem.l < 1 << 30
 }

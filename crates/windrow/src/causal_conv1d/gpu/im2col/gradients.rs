@@ -52,7 +52,7 @@ impl Key {
     }
 }
 
-/// The products of a plan; none where there is nothing to sum.
+/// The products of a plan; `None` if there is nothing to sum.
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct DenseBackward {
     forward: Im2colGemm,
@@ -99,7 +99,7 @@ impl DenseBackward {
         self.forward.workspace_bytes() + self.parts.iter().sum::<usize>()
     }
 
-    /// Gradients; their kernels are compiled at the first call. Views have been checked.
+    /// Computes the gradients. Their kernels are compiled at the first call. The caller has checked the views.
     pub(in crate::causal_conv1d) fn run(
         &self,
         spec: &CausalConv1dSpec,
@@ -166,7 +166,7 @@ impl DenseBackward {
                 .filter(|_| rows > 0)
                 .filter(|_| params.base.dx != 0 || params.base.dinitial_states != 0)
             {
-                // A is needed no more.
+                // A is no longer needed.
                 gemm.run(operands(b, a as *mut u8), stream, false)?;
             }
             if grads.dx.is_some() && rows > 0 {

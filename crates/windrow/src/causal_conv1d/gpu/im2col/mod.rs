@@ -1,4 +1,4 @@
-//! The convolution as one matrix product of the library on GPUs: serves dense convolutions too.
+//! The convolution as one matrix product of the vendor's library on GPUs, for dense convolutions too.
 
 pub(crate) mod gradients;
 
@@ -36,7 +36,7 @@ params! {
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct Im2colGemm {
     pub(crate) gpu: &'static Gpu,
-    /// The product; None without input channels, because there is nothing to sum.
+    /// The product; `None` without input channels, because there is nothing to sum.
     gemm: Option<Arc<Gemm>>,
     params: GemmParams,
     /// Bytes of A, B, C and the product's own.
@@ -144,7 +144,7 @@ impl Im2colGemm {
         let params = GemmParams {
             base: Params::of(spec, problem)?,
             outputs: d_out,
-            // Of a depthwise weight only the diagonal is read.
+            // Only the diagonal is read of a depthwise weight.
             weight_stride: match *weight {
                 [channel, tap] => [0, channel, tap],
                 _ => strides(Some(&spec.weight)),
@@ -168,7 +168,7 @@ impl Im2colGemm {
         self.parts.iter().sum()
     }
 
-    /// The product, in one line.
+    /// A description of the product, in one line.
     pub(in crate::causal_conv1d) fn explain(&self) -> String {
         let Params { batch, channels, length, width, .. } = self.params.base;
         let (rows, terms) = (batch * length, width * channels);

@@ -1,10 +1,10 @@
-// Gradients of what goes in for any strides, width and options, one thread per element.
+// Gradients of x or of the initial states for any strides, width and options, one thread per element.
 //
 // STATES   dinitial_states instead of dx
 // DENSE    of a dense convolution: A holds G W, see im2col.cuh, with the share of each tap's input
 //
-// dx[t] = sum_j w[width - 1 - j] dpre[t + j] and what final states hand back, where dpre is dy times the
-// derivative of the activation, computed for each term: this is the kernel for what the others leave.
+// dx[t] = sum_j w[width - 1 - j] dpre[t + j] and what final states hand back, where dpre is dy times the derivative of
+// the activation, computed for each term: this is the kernel for all cases that the others do not compute.
 #if DENSE
 #include "im2col.cuh"
 

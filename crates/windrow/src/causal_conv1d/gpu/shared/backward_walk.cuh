@@ -1,4 +1,4 @@
-// What walks along the positions of a few channels that lie next to each other, for their gradients, 2 <= WIDTH <= 5.
+// A walk along the positions of a few neighbouring channels, for their gradients, 2 <= WIDTH <= 5.
 //
 // MASK     take sequences from the mask
 // VECTOR   channels of a thread

@@ -1,4 +1,4 @@
-// What the kernels of causal conv1d share: parameters, and one output computed in plain steps.
+// The common part of causal conv1d's kernels: parameters, and one output computed in plain steps.
 //
 // INDEX    element type of cu_seqlens: int or i64, if there is one
 // ALONG_CHANNELS   the dimension that neighbouring threads follow is d instead of l
@@ -14,7 +14,7 @@ struct Params {
     const void *cu_seqlens;
     const S *initial_states;
     S *final_states;
-    // One word a position of x, made from seq_idx or cu_seqlens: see `mask_word`.
+    // One word per position of x, made from seq_idx or cu_seqlens: see `mask_word`.
     unsigned short *mask;
     const S *dy, *dfinal_states;
     S *dx, *dinitial_states;
@@ -110,7 +110,7 @@ __device__ __forceinline__ unsigned mask_word(const Params &p, i64 row, i64 t) {
     return mask;
 }
 
-// The number that positions of a row must have to be seen from t.
+// The number that positions of a row must have so that t depends on them.
 __device__ __forceinline__ int own_number(const Params &p, const Sequence &s, i64 t) {
     return p.seq_idx && s.end > s.start ? seq_idx_at(p, s.row, t) : 0;
 }

@@ -184,7 +184,7 @@ pub(crate) fn define_operands(
     }
 }
 
-/// True if neighbouring threads follow d rather than l.
+/// True if neighbouring threads follow d, and not l.
 pub(crate) fn along_channels(strides: &[isize]) -> bool {
     strides[1].unsigned_abs() < strides[2].unsigned_abs()
 }

@@ -34,7 +34,7 @@ enum Rule {
     NEXT_SIBLING
 };
 
-// Nothing leaves the device but for an index that is wrong.
+// Only a wrong index is written to the host.
 __device__ __forceinline__ void report(WrongIndex *wrong, Rule rule, i64 position, i64 given, i64 limit) {
     if (*(volatile unsigned *)&wrong->rule || atomicCAS(&wrong->rule, 0u, BEING_WRITTEN)) return;
     wrong->position = position;

@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_mask(const Params &p, i64 b, int start, uns
     }
 }
 
-// What a position with this mask sees of a value j positions away; itself always.
+// The value j positions away, or 0 if a position with this mask does not depend on it. Its own value always counts.
 __device__ __forceinline__ float seen(float value, unsigned mask, int j) {
     return !MASK || j == 0 || mask >> (j - 1) & 1 ? value : 0.0f;
 }

@@ -1,5 +1,5 @@
-// The ends of every sequence: outputs that see the initial state, and the final state.
-// One thread a channel of a sequence.
+// The ends of every sequence: outputs that depend on the initial state, and the final state. One thread per channel of
+// a sequence.
 //
 // INITIAL   recompute the first width - 1 outputs with the initial state
 // FINAL     write the final state: the last width - 1 inputs, with the initial state before them

@@ -22,7 +22,7 @@ __device__ __forceinline__ Vector load_vector(const S *row, int start, int lengt
     return v;
 }
 
-// Writes them; what lies outside is left out.
+// Writes the elements that lie inside the row.
 __device__ __forceinline__ void store_vector(S *row, int start, int length,
                                              const float (&values)[VECTOR]) {
     if (start >= 0 && start + VECTOR <= length) {

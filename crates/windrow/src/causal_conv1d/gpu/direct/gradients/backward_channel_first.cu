@@ -1,10 +1,10 @@
 // dx and partial sums of the gradients of weight and bias where positions lie next to each other in x,
 // dy and dx (stride 1 along l), 2 <= WIDTH <= 9, length < 2^30.
 //
-// Floor: x and dy once in, dx once out. A warp walks along `chunk` positions of one row, from their end
-// to their start: what dx needs of later positions has just been computed, and of x only the last
-// WIDTH - 1 elements before a vector come from elsewhere. Sums stay in registers. About 35 issue slots
-// an element, of the 48 that an H200 has per 6 bytes moved.
+// Floor: x and dy once in, dx once out. A warp walks along `chunk` positions of one row, from their end to their start:
+// what dx needs of later positions has just been computed, and of x only the last WIDTH - 1 elements before a vector
+// come from elsewhere. Sums stay in registers. About 35 issue slots per element, of the 48 that an H200 has per 6 bytes
+// moved.
 //
 // MASK    take sequences from the mask; there are no states then
 // DX      whether dx is wanted

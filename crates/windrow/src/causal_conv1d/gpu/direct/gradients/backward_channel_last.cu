@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) KERNEL(cons
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
                 float v = 0.0f;
-                // Under a mask the inputs as they are: each position's word picks those it sees.
+                // With a mask, the inputs as they are: each position's word selects those on which it depends.
                 if (MASK && t >= 0) {
                     v = T::to_float(p.x[b * p.x_stride[0] + d + i + t * p.x_stride[2]]);
                 } else if (!MASK) {

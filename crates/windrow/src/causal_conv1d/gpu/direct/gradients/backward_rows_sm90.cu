@@ -1,11 +1,10 @@
 // dx and the gradients of weight and bias, on Hopper, where positions lie next to each other in x, dy and
 // dx and every row is whole 16-byte vectors; no states, one sequence per row, 2 <= WIDTH <= 9.
 //
-// Floor: x and dy once in, dx once out. A block walks along `rows` rows of one channel, each from its end
-// to its start, TILE positions per step: what dx needs of later positions has just been computed by the next
-// thread, or in the step before. The copy engine brings the next tiles meanwhile and takes dx away in
-// pieces of 32 threads, so that registers hold nothing but the arithmetic: about 27 issue slots an
-// element, of the 48 that an H200 has per 6 bytes moved.
+// Floor: x and dy once in, dx once out. A block walks along `rows` rows of one channel, each from its end to its start,
+// TILE positions per step: what dx needs of later positions has just been computed by the next thread, or in the step
+// before. The copy engine brings the next tiles meanwhile and takes dx away in pieces of 32 threads, so that registers
+// hold only the arithmetic: about 27 issue slots per element, of the 48 that an H200 has per 6 bytes moved.
 //
 // STAGES           tiles in shared memory
 // DWEIGHT, DBIAS   element types of dweight and dbias

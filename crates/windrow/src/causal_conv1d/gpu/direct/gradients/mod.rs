@@ -107,14 +107,14 @@ impl Form {
         Form::Plain
     }
 
-    /// Positions that a warp, or for the last form a block, walks along. They depend on sizes and
-    /// on the number of multiprocessors alone: the same bits on every device of a kind.
+    /// Positions that a warp, or for the last form a block, walks along. They depend only on sizes and on the number of
+    /// multiprocessors. So the result has the same bits on all GPUs of a model.
     fn chunk(self, gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> usize {
         let Params { batch, channels, length, .. } = *params;
         match self {
             Form::ChannelFirst { .. } => {
                 let block = 32 * 16 / spec.x.dtype.size();
-                // Long chunks repeat least; short ones keep the device filled.
+                // Long chunks repeat least; short ones keep the GPU filled.
                 let mut chunk = 16 * block;
                 while chunk > block && batch * channels * length.div_ceil(chunk) < 4096 {
                     chunk /= 2;
@@ -122,7 +122,7 @@ impl Form {
                 chunk
             }
             Form::ChannelLast { .. } => {
-                // As many blocks as fill up to three waves of the device best.
+                // The number of blocks that fills up to three waves of the GPU best.
                 let half = spec.x.dtype.is_half();
                 let wave = gpu.wave(if half { BLOCKS_HALF } else { BLOCKS_F32 });
                 let columns = (batch * channels.div_ceil(32 * 8 / spec.x.dtype.size())).max(1);
@@ -189,7 +189,7 @@ impl Key {
     }
 }
 
-/// Bytes of partial sums, whatever the strides of the gradients will be.
+/// Bytes of partial sums, enough for all strides of the gradients.
 pub(super) fn partial_bytes(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> usize {
     let forms = [
         Form::ChannelFirst { cut: true },
@@ -202,7 +202,7 @@ pub(super) fn partial_bytes(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params)
 }
 
 impl Direct {
-    /// Gradients; their kernels are compiled at the first call. Views have been checked.
+    /// Computes the gradients. Their kernels are compiled at the first call. The caller has checked the views.
     pub(in crate::causal_conv1d) fn backward(
         &self,
         spec: &CausalConv1dSpec,
@@ -365,7 +365,7 @@ fn input_kernel(spec: &CausalConv1dSpec, states: bool) -> KernelSpec {
     kernel_spec(&INPUT, name, spec).define("STATES", u8::from(states)).define("DENSE", 0)
 }
 
-/// Taps that a thread of the weight's gradient takes.
+/// The number of taps that a thread of the weight's gradient computes.
 fn taps_of_thread(width: usize) -> usize {
     if width <= 4 { width + 1 } else { 1 }
 }

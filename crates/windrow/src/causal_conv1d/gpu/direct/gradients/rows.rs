@@ -17,7 +17,7 @@ const STAGES: usize = 3;
 /// The blocks of a multiprocessor, two waves, from which a walk of f16/bf16 over more rows gains more than more blocks
 /// would. f32, bound by memory alone, gains nothing.
 const BLOCKS: usize = 16;
-/// Fewer blocks of a multiprocessor than these the chunks of `backward_channel_first` beat.
+/// With fewer blocks per multiprocessor, the chunks of `backward_channel_first` are faster.
 const FEW_BLOCKS: usize = 4;
 
 params! {
