@@ -123,7 +123,7 @@ impl<'py> Given<'py> {
         Ok(Given { x, weight, spec, memory })
     }
 
-    /// The plan that [`conv2d`] takes where the planner chooses.
+    /// The plan that [`conv2d`] uses if the cost model chooses.
     pub(crate) fn plan(&self, py: Python<'_>, is_kept: bool) -> PyResult<Arc<windrow::Conv2dPlan>> {
         let key = (self.spec.clone(), None, filter_of(is_kept), self.memory);
         PLANS.get(py, &key, self.x.device, make_plan)
@@ -270,7 +270,7 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
 /// residual: like the result in type, shape and strides, added before the activation.
 /// activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
 /// accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
-/// algorithm: one of `Conv2dPlan.algorithms`; None lets the planner choose.
+/// algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
 /// out: written in place and returned. device: where arrays in main memory are worked on.
 ///
 /// Raises ValueError, TypeError (element types), NotImplementedError (an algorithm that cannot do

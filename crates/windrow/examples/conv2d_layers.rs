@@ -1,10 +1,10 @@
 //! Times conv2d on a CUDA device over a file of layers, in every mode: for `benchmarks/h200_conv2d.py`.
 //!
-//! `cargo run --release --example conv2d_layers -- benchmarks/layers/cnn18.csv` prints a line of
-//! CSV for each layer and mode, by the algorithm that the planner chooses or, for each one named after
-//! the file (`winograd_row winograd_gemm_f4 cudnn`), by that. A time is the median of replays of a graph of several runs with the filter packed once,
-//! which take turns between two sets of tensors; `checked_ms` is the same with a filter that each run compares with what was packed
-//! (`FilterCache`), and the replays of both take turns.
+//! `cargo run --release --example conv2d_layers -- benchmarks/layers/cnn18.csv` prints a line of CSV for each layer and
+//! mode, by the algorithm that the cost model chooses or, for each one named after the file (`winograd_row
+//! winograd_gemm_f4 cudnn`), by that. A time is the median of replays of a graph of several runs with the filter packed
+//! once, which take turns between two sets of tensors; `checked_ms` is the same with a filter that each run compares
+//! with what was packed (`FilterCache`), and the replays of both take turns.
 
 use std::error::Error;
 use windrow::cuda::{DeviceTensor, Event, Stream};

@@ -16,7 +16,7 @@ pub(crate) mod guarded;
 const ALIGN: usize = 64;
 /// Smaller blocks come from the allocator, which keeps them without page faults itself.
 const CACHE_FROM: usize = 64 << 10;
-/// The cache holds at most this many bytes; beyond it those blocks are freed that nobody asked for longest.
+/// The maximum number of bytes in the cache. Above it, the blocks that were not used for the longest time are freed.
 const CACHE_LIMIT: usize = 512 << 20;
 
 /// A block of initialised memory, aligned to 64 bytes.

@@ -90,8 +90,8 @@ mod tests {
         }
     }
 
-    /// All that a case holds begins, and then ends, at a page that nobody may touch: tensors, workspaces, packed
-    /// filters. A kernel that reads or writes beyond ends this process; it says which case that was.
+    /// All memory of a case (tensors, workspaces, packed filters) begins, and in a second run ends, at an inaccessible
+    /// page. A kernel that reads or writes beyond ends this process; it says which case that was.
     #[cfg(target_os = "linux")]
     #[test]
     fn random_cases_stay_inside_of_their_memory() {
@@ -106,7 +106,7 @@ mod tests {
         }
     }
 
-    /// Nothing without a device.
+    /// Does nothing without a GPU.
     #[test]
     fn random_cases_pass_on_cuda() {
         if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {

@@ -10,7 +10,7 @@ const WIDTH: usize = 4;
 /// Channels that are compared with the oracle at each end.
 const SAMPLED_CHANNELS: usize = 8;
 
-/// [b, d, l], whether channels lie next to each other, and the algorithm if not the planner's.
+/// [b, d, l], whether channels lie next to each other, and the algorithm if it is not the cost model's choice.
 type Shape = ([usize; 3], bool, Option<CausalConv1dAlgorithm>);
 
 const CASES: [Shape; 4] = [

@@ -52,7 +52,7 @@ pub(crate) struct Bench {
     /// Element types [default: chosen for each case]
     #[arg(long, value_name = "TYPE", value_delimiter = ',', value_parser = names::dtype())]
     dtype: Vec<DType>,
-    /// Algorithm by name; cases that it cannot compute are left out [default: the planner's choice]
+    /// Algorithm by name; cases that it cannot compute are left out [default: the cost model's choice]
     #[arg(long, value_name = "NAME", value_parser = names::any_algorithm())]
     algorithm: Option<String>,
     /// Run one case that is a program of its own, and compare its stages
@@ -183,7 +183,7 @@ pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
     };
     let entries = entries(args, &selection)?;
     if entries.is_empty() {
-        let name = args.algorithm.as_deref().unwrap_or("the planner's choice");
+        let name = args.algorithm.as_deref().unwrap_or("the cost model's choice");
         return Err(Failure::Input(format!("no case on {} for algorithm {name}", args.device)));
     }
     let machine = Machine::measure(threads.get());

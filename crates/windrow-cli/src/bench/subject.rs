@@ -10,7 +10,7 @@ type Algorithm<O> = <<O as Operator>::Configuration as Configuration>::Algorithm
 /// The operator and case to measure.
 pub(super) struct About<O: Operator> {
     pub(super) spec: O::Spec,
-    /// The case's algorithm; the planner's choice if there is none.
+    /// The case's algorithm; the cost model's choice if there is none.
     pub(super) algorithm: Option<Algorithm<O>>,
     pub(super) name: String,
     pub(super) dtype: DType,

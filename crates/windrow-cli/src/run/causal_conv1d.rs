@@ -48,7 +48,7 @@ pub(crate) struct CausalConv1d {
     /// x and y are [b, l, d] in their files
     #[arg(long, alias = "channel-last")]
     channels_last: bool,
-    /// Algorithm by name [default: the planner's choice]
+    /// Algorithm by name [default: the cost model's choice]
     #[arg(long, value_name = "NAME", value_parser = names::causal_conv1d())]
     algorithm: Option<CausalConv1dAlgorithm>,
     #[command(flatten)]

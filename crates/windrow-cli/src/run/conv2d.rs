@@ -51,7 +51,7 @@ pub(crate) struct Conv2d {
     /// The most inexact that an algorithm may be [default: fp32]
     #[arg(long, value_name = "NAME", value_parser = names::accuracy())]
     accuracy: Option<Accuracy>,
-    /// Algorithm by name [default: the planner's choice]
+    /// Algorithm by name [default: the cost model's choice]
     #[arg(long, value_name = "NAME", value_parser = names::conv2d())]
     algorithm: Option<Conv2dAlgorithm>,
     /// x and y are [n, h, w, c] in their files

@@ -26,7 +26,7 @@ pub(crate) struct Gelu {
     /// How exact: erf, or the formula by tanh
     #[arg(long, value_name = "NAME", default_value = "none", value_parser = names::approximate())]
     approximate: Approximate,
-    /// Algorithm by name [default: the planner's choice]
+    /// Algorithm by name [default: the cost model's choice]
     #[arg(long, value_name = "NAME", value_parser = names::gelu())]
     algorithm: Option<windrow::GeluAlgorithm>,
     #[command(flatten)]

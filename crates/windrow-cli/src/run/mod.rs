@@ -156,7 +156,7 @@ fn place(
     tensors.into_iter().map(|tensor| tensor.map(place).transpose()).collect()
 }
 
-/// A plan by the algorithm that was named, or the planner's choice.
+/// A plan with the algorithm that was named, or the cost model's choice.
 fn plan<O: Operator>(
     spec: &O::Spec,
     algorithm: Option<<O::Configuration as Configuration>::Algorithm>,

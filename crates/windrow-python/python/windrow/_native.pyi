@@ -167,7 +167,7 @@ def conv2d(
     residual: like the result in type, shape and strides, added before the activation.
     activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
-    algorithm: one of `Conv2dPlan.algorithms`; None lets the planner choose.
+    algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
     out: written in place and returned. device: where arrays in main memory are worked on.
 
     Raises ValueError, TypeError (element types), NotImplementedError (an algorithm that cannot do

@@ -196,7 +196,7 @@ def test_a_copy_of_the_image_takes_memory_only_if_it_is_made(size):
     named = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "activation": None, "accuracy": None}
     scratch = [_native.conv2d_bytes(image, weight, None, {**named, "memory": None}, False, True)[1] for image in images]
     if scratch[0] == scratch[1]:
-        pytest.skip("the planner has chosen an algorithm that reads any address")
+        pytest.skip("the cost model has chosen an algorithm that reads any address")
     assert scratch[1] - scratch[0] >= images[0].nbytes
     for image in images:
         got, want = conv2d(image, weight), F.conv2d(image.double(), weight.double())

@@ -1,4 +1,4 @@
-//! Memory between two pages that nobody may touch: an access outside ends the process.
+//! Memory between two inaccessible pages: an access outside ends the process.
 
 use super::ALIGN;
 use std::cell::Cell;

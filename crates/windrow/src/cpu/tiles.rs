@@ -140,8 +140,8 @@ mod model {
             }
         }
         // Instructions are used in many places: they would take long to compile.
-        /// TDPBF16PS: fused sums of the even products and of the odd ones, which are then added, and
-        /// their sum to C; each rounded to nearest even, with denormals as zeros (DAZ and FTZ).
+        /// TDPBF16PS: fused sums of the even products and of the odd ones, which are then added, and their sum to C;
+        /// each rounded to nearest even, with subnormal numbers as zeros (DAZ and FTZ).
         #[inline(never)]
         fn add_products<const C: usize, const A: usize, const B: usize>(&mut self) {
             for i in 0..SIDE {

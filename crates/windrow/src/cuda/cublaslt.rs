@@ -87,7 +87,7 @@ describe!(CublasLt by cublasLtGetStatusName);
 
 /// `cublasStatus_t`
 const NOT_SUPPORTED: c_int = 15;
-/// The most workspace that an algorithm may ask for: what cuBLAS itself takes on Hopper.
+/// The maximum workspace of an algorithm in bytes: that of cuBLAS itself on Hopper.
 const MAX_WORKSPACE: usize = 32 << 20;
 
 /// `Ok` if cuBLASLt was found.

@@ -70,7 +70,7 @@ pub(crate) const fn toolkit(stem: &'static str, package: &'static str) -> Librar
     }
 }
 
-/// True if devices of a compute capability have a feature. This is the one place that knows chips.
+/// True if devices of a compute capability have a feature. Other code queries features only.
 #[cfg(feature = "cuda")]
 fn has(capability: (u32, u32), feature: Feature) -> bool {
     match feature {

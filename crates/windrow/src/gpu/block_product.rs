@@ -1,4 +1,4 @@
-//! Matrix products on AMD GPUs by Windrow's own kernel. AMD's library is not used.
+//! Matrix products on AMD GPUs by Windrow's own kernel, for GPUs on which rocBLAS is not used or not installed.
 
 use super::gemm::{GemmOperands, GemmSpec, Matrix, Product};
 use super::runtime::{Handle, Launch, Outcome};

@@ -120,7 +120,7 @@ pub(crate) trait Driven {
     }
 }
 
-/// Makes the memory pool keep freed memory, if the device has a pool. By default every synchronisation returns it to
+/// Makes the memory pool keep freed memory, if the device has a pool. By default every synchronization returns it to
 /// the system, and the next allocation pays for it again.
 pub(crate) fn keep_freed_memory<D: Driven + Runtime>(device: &D) -> Outcome<()> {
     const RELEASE_THRESHOLD: c_int = 4;

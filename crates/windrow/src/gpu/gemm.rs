@@ -1,4 +1,5 @@
-//! Matrix products by the vendor's library, or on AMD GPUs by Windrow's own kernel: row-major, strided, batched.
+//! Matrix products by the vendor's library (on AMD GPUs, if it is not used, by Windrow's own kernel): row-major,
+//! strided, batched.
 
 use super::runtime::{Handle, Outcome};
 use super::{Gpu, Stream};

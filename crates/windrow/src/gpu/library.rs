@@ -37,7 +37,7 @@ pub(crate) struct Library {
     pub(crate) companion: Option<&'static str>,
     /// `None` if only the loader can find it.
     pub(crate) places: Option<&'static Places>,
-    /// The pip package that holds it; empty for the driver (on HIP, the runtime library).
+    /// The pip package that holds it; empty for the driver and for ROCm's libraries.
     pub(crate) package: &'static str,
     /// The first version that has all functions in use.
     pub(crate) since: &'static str,
@@ -90,8 +90,8 @@ macro_rules! library {
             /// The library, which stays loaded for the life of the process.
             ///
             /// # Errors
-            /// If the library is missing or too old: [`Error::NoDevice`] for the driver, [`Error::Backend`] for another
-            /// library. The message says how to get it.
+            /// If the library is missing or too old: [`Error::NoDevice`] for the driver and ROCm's libraries,
+            /// [`Error::Backend`] for others. The message says how to get it.
             $vis fn get() -> $crate::Result<&'static Self> {
                 static LOADED: std::sync::OnceLock<Result<$name, $crate::gpu::library::Absent>> =
                     std::sync::OnceLock::new();

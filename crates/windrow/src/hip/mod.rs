@@ -71,7 +71,7 @@ const fn rocm(stem: &'static str) -> Library {
     }
 }
 
-/// True if a chip has a feature. `hip.cuh` tells kernels the same about matrix cores.
+/// True if GPUs of an architecture have a feature. `hip.cuh` tells kernels the same about matrix cores.
 #[cfg(feature = "hip")]
 fn has(architecture: &str, feature: Feature) -> bool {
     let mfma = ["gfx90a", "gfx942", "gfx950"].contains(&architecture);

@@ -1,4 +1,4 @@
-//! Matrix products by rocBLAS, where it is installed.
+//! Matrix products by rocBLAS, if it is installed.
 //!
 //! No AMD device has run it: what stands in for it in tests does what its documentation says. It counts in columns, so the
 //! product is asked for as `C^T = B^T A^T`, as of cuBLASLt.
@@ -12,8 +12,8 @@ use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-/// Chips that all of its versions are built for, from ROCm 6 on or from the first that knows the chip: on others it may end
-/// the process.
+/// The architectures for which all of its versions are built, from ROCm 6 or from the first version that supports the
+/// architecture. On others it may end the process.
 pub(super) const CHIPS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
 /// The library of ROCm 7 and 6.

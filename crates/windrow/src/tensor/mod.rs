@@ -54,7 +54,7 @@ impl TensorDesc {
     }
 }
 
-/// A read-only view of a tensor in memory that somebody else owns.
+/// A read-only view of a tensor in memory that it does not own.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRef<'a> {
     ptr: *const u8,
@@ -63,8 +63,7 @@ pub struct TensorRef<'a> {
     memory: PhantomData<&'a [u8]>,
 }
 
-/// A writable view of a tensor in memory that somebody else owns. Its elements do not share
-/// memory with each other.
+/// A writable view of a tensor in memory that it does not own. Its elements do not share memory with each other.
 #[derive(Debug)]
 pub struct TensorMut<'a> {
     ptr: *mut u8,

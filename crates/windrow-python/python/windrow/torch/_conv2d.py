@@ -206,7 +206,7 @@ def conv2d(
     activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half"; None is "fp32", or "tf32" for f32 on CUDA
     where PyTorch's own convolutions may use it (`torch.backends.cudnn.conv.fp32_precision`, or `cudnn.allow_tf32`).
-    algorithm: one of `windrow.Conv2dPlan.algorithms`; None lets the planner choose; "fastest"
+    algorithm: one of `windrow.Conv2dPlan.algorithms`; None lets the cost model choose; "fastest"
     measures PyTorch's own operator beside it, and takes the faster one from then on.
 
     The packed form of a filter is kept as long as the filter's memory lives, but where a gradient of

@@ -227,7 +227,7 @@ class Convolution(Remembering):
         return Found(decided.run.like(input), is_for_shape=True, is_another_in_graphs=decided.is_another_in_graphs)
 
     def _planned(self, input: Tensor, conv: Conv) -> Run | None:
-        """Windrow's convolution as the planner chooses it. None if Windrow has no such convolution; `_called` then
+        """Windrow's convolution as the cost model chooses it. None if Windrow has no such convolution; `_called` then
         raises the error."""
         is_usual = input.dim() == conv.weight.dim() and input.device.type in ("cpu", "cuda") and input.numel() > 0
         if not is_usual or self.activation not in ACTIVATIONS:

@@ -1,4 +1,4 @@
-//! Convolutions by cuDNN, where it is installed, through its graph interface.
+//! Convolutions by cuDNN, if it is installed, through its graph interface.
 
 mod descriptor;
 

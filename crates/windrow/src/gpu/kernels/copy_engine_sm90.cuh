@@ -16,7 +16,7 @@ template <int N> __device__ __forceinline__ void barriers_init(const unsigned lo
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// The phase's arrival; it ends when so many bytes have come too.
+// The phase's arrival. The phase ends when this many bytes have arrived too.
 __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");

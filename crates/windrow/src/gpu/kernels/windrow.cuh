@@ -49,7 +49,7 @@ struct Bf16 {
     }
 };
 
-// A memory access of so many bytes.
+// A memory access of this many bytes.
 template <int BYTES> struct Access;
 template <> struct Access<2> { typedef unsigned short Type; };
 template <> struct Access<4> { typedef unsigned Type; };

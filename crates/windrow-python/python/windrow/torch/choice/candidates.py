@@ -102,7 +102,7 @@ class Windrow:
     is_followed: bool = False
     # The limit in bytes on packed filter and scratch memory; the work is then done in pieces.
     memory: int | None = None
-    # The algorithm; None lets the planner choose.
+    # The algorithm; None lets the cost model choose.
     algorithm: str | None = None
     # The keyword arguments of the native functions.
     named: dict[str, Any] = field(init=False)
@@ -143,7 +143,7 @@ class Windrow:
         return copied
 
     def _by_algorithm(self, like: Tensor) -> Call:
-        """A call with the algorithm that the user named; native calls always take the planner's."""
+        """A call with the algorithm that the user named; native calls always take the cost model's."""
         alone = replace(self, is_followed=False)
         kind, filter, its_bias = (like.shape, like.stride(), like.dtype, like.device), self.conv.filter, self.conv.bias
 
