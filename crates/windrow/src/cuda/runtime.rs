@@ -213,7 +213,7 @@ impl Runtime for Cuda {
         }
     }
 
-    fn multiplies(&self) -> Result<()> {
+    fn check_gemm(&self) -> Result<()> {
         cublaslt::available()
     }
 
@@ -221,7 +221,7 @@ impl Runtime for Cuda {
         Ok(Box::new(cublaslt::CublasLtProduct::new(self.index, spec)?))
     }
 
-    fn convolves(&self) -> Result<String> {
+    fn convolution_library(&self) -> Result<String> {
         cudnn::version()
     }
 

@@ -177,7 +177,7 @@ fn find(
 
 impl Gpu {
     /// The version of the convolution library, if it can be used. The error says what to install.
-    pub(crate) fn convolves(&self) -> Result<String> {
-        self.runtime.convolves()
+    pub(crate) fn convolution_library(&self) -> Result<String> {
+        self.runtime.convolution_library()
     }
 }

@@ -120,8 +120,8 @@ impl Gemm {
 
 impl Gpu {
     /// Checks that matrix products are available. The error says what to install.
-    pub(crate) fn multiplies(&self) -> Result<()> {
-        self.runtime.multiplies()
+    pub(crate) fn check_gemm(&self) -> Result<()> {
+        self.runtime.check_gemm()
     }
 }
 

@@ -205,11 +205,11 @@ pub(crate) trait Runtime: Common + Debug + Send + Sync {
     ) -> Outcome<()>;
 
     /// `Ok` if matrix products are available.
-    fn multiplies(&self) -> Result<()>;
+    fn check_gemm(&self) -> Result<()>;
     /// A prepared matrix product, which has elements to compute.
     fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>>;
     /// The version of the vendor's library of convolutions.
-    fn convolves(&self) -> Result<String>;
+    fn convolution_library(&self) -> Result<String>;
     /// The library's kernels for a convolution, at most `limits.most`, in order of expected speed, the fastest first.
     fn convolutions(
         &self,

@@ -236,7 +236,7 @@ impl Runtime for Hip {
         }
     }
 
-    fn multiplies(&self) -> Result<()> {
+    fn check_gemm(&self) -> Result<()> {
         Ok(())
     }
 
@@ -252,7 +252,7 @@ impl Runtime for Hip {
         Ok(Box::new(BlockProduct::new(Gpu::get(device)?, spec)?))
     }
 
-    fn convolves(&self) -> Result<String> {
+    fn convolution_library(&self) -> Result<String> {
         Err(self.missing("convolutions of the vendor's", "MIOpen is not called"))
     }
 

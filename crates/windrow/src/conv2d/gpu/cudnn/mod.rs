@@ -141,7 +141,7 @@ impl Method for CudnnMethod {
     }
 
     fn runs_on(&self, gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
-        gpu.convolves().map(drop).map_err(|error| {
+        gpu.convolution_library().map(drop).map_err(|error| {
             let what = format!("conv2d by {} on {}", Conv2dAlgorithm::Cudnn, gpu.device());
             Error::unsupported(what, error.to_string())
         })
@@ -258,7 +258,7 @@ impl Cudnn {
 
 impl Prepared for Cudnn {
     fn explain(&self) -> String {
-        let version = self.gpu.convolves().unwrap_or_default();
+        let version = self.gpu.convolution_library().unwrap_or_default();
         let kernel = match self.choice {
             Choice::First => "its heuristic's first kernel",
             Choice::Fastest => "the fastest of its kernels",

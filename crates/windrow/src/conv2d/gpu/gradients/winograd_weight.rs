@@ -106,7 +106,7 @@ impl WinogradWeight {
             && p.c.min(p.k) >= MIN_CHANNELS
             && spec.accuracy
                 >= if spec.x.dtype == DType::F32 { Accuracy::Fp32 } else { Accuracy::Half }
-            && (in_halves(gpu, spec) || gpu.multiplies().is_ok())
+            && (in_halves(gpu, spec) || gpu.check_gemm().is_ok())
     }
 
     fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {

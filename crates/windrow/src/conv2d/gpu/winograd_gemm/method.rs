@@ -53,7 +53,7 @@ impl Method for WinogradGemmMethod {
 
     /// Checks that the library of matrix products is found.
     fn runs_on(&self, gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
-        gpu.multiplies()
+        gpu.check_gemm()
     }
 
     fn allows(&self, task: &Task<'_>) -> bool {
