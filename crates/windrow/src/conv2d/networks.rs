@@ -22,7 +22,7 @@ struct Layer {
     shortcut: Option<usize>,
 }
 
-/// Thirteen 3x3 layers in five blocks. For want of pooling, the last layer of a block halves the image.
+/// Thirteen 3x3 layers in five blocks. Because there is no pooling, the last layer of a block halves the image.
 fn vgg16() -> Vec<Layer> {
     let blocks = [(8, 2), (16, 2), (32, 3), (64, 3), (64, 3)];
     let layers = blocks.iter().flat_map(|&(k, count)| (1..=count).map(move |i| (k, i == count)));

@@ -217,7 +217,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
         // Products of bf16 take such numbers for zero.
         numbers = Numbers::Ordinary;
     } else if numbers == Numbers::Tiny && device == Device::Cpu && is_split() {
-        // So do those of parts of f32, but for exact sums.
+        // So do those of parts of f32, except for exact sums.
         spec.accuracy = Accuracy::Exact;
     }
     if numbers == Numbers::Largest

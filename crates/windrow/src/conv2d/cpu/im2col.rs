@@ -233,7 +233,7 @@ fn ends_first(
         return whole;
     }
     let read = if threads >= MANY_THREADS { READ[0] } else { READ[1] };
-    // Pixels share what their taps read, but for the distance of their own.
+    // Pixels share what their taps read, except for the distance between pixels.
     let taps = stencil.rows.len() * stencil.cols.len();
     let reads = stencil.c * taps.min(stencil.step[0] * stencil.step[1]);
     let copies = if is_merged { 0.0 } else { COPY * stencil.terms() as f64 };

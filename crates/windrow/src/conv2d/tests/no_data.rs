@@ -1,4 +1,5 @@
-//! Pixels without data, as -9999 and 1e9: what they take from outputs that do not see them, as `docs/conv2d.md` says.
+//! Pixels without data, such as -9999 and 1e9: the error that they cause in outputs that do not depend on them, as
+//! `docs/conv2d.md` says.
 
 use super::*;
 use crate::verification::random_tensor;
@@ -6,7 +7,7 @@ use crate::verification::random_tensor;
 const SIDE: usize = 48;
 const AT: usize = 20;
 
-/// The largest difference that a value of the pixel makes for outputs that do not see it.
+/// The largest difference that a value of the pixel makes in outputs that do not depend on it.
 fn difference(algorithm: Conv2dAlgorithm, value: f32) -> f32 {
     let of = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape).unwrap();
     let spec =
@@ -25,7 +26,7 @@ fn difference(algorithm: Conv2dAlgorithm, value: f32) -> f32 {
     };
     let (clean, y) = (run(0.5), run(value));
     let side = SIDE - 2;
-    // Without padding, the outputs that see it end at its own row and column.
+    // Without padding, the outputs that depend on it end at its own row and column.
     let sees = |i: usize| (AT - 2..=AT).contains(&i);
     let unseen = (0..y.len()).filter(|i| !sees(i % side) || !sees(i / side % side));
     let differences = unseen.map(|i| (y[i] - clean[i]).abs());

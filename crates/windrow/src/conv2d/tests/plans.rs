@@ -125,7 +125,7 @@ fn extreme_options() {
     };
     let base = Conv2dParams::default();
     for case in [
-        // Padding larger than the input: most outputs see only the bias.
+        // Padding larger than the input: most outputs are only the bias.
         case([1, 2, 3, 4], [5, 3, 3], Conv2dParams { padding: [40, 9], ..base }),
         case([1, 2, 0, 4], [5, 2, 2], Conv2dParams { padding: [1, 0], ..base }),
         case([1, 3, 9, 70], [4, 3, 3], Conv2dParams { dilation: [4, 30], ..base }),
@@ -173,8 +173,7 @@ fn raw_is_as_packed(x: [usize; 4]) {
     assert_eq!(run(Weights::Raw(w.as_ref())), run(Weights::Packed(&packed)));
 }
 
-/// NaN and infinity reach exactly the outputs whose taps see them, in algorithms without
-/// transforms.
+/// NaN and infinity reach exactly the outputs whose taps read them, in algorithms without transforms.
 #[test]
 fn nan_stays_where_it_is() {
     nan_stays(1f32, f32::NAN, f32::is_nan);

@@ -335,7 +335,7 @@ struct Position<'a, T, F> {
     x: *mut f32,
     first: usize,
     p: isize,
-    /// True if a token at or after the position sees it.
+    /// True if a token at or after the position depends on it.
     sees: F,
     /// First channel and distance of channels.
     dfinal: Option<(*const T, isize)>,
@@ -353,7 +353,7 @@ impl<T: SimdElement, F: Fn(usize) -> bool> Kernel for Position<'_, T, F> {
             let k = (self.p + history as isize) as usize - q;
             self.x.wrapping_add((q - self.first) * terms + k * d)
         };
-        // The first token that may see the position; its block becomes the sum.
+        // The first token that may depend on the position; its block becomes the sum.
         let start = self.p.max(self.first as isize) as usize;
         let end = (self.p + history as isize + 1) as usize;
         let sum = block(start);

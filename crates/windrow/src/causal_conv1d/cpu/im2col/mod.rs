@@ -167,8 +167,8 @@ impl Im2colGemm {
         }
     }
 
-    /// Writes the weight as a matrix [d_out, width*d]: column `k*d + c` is tap `k` of input channel
-    /// `c`, zero where a depthwise filter does not see it.
+    /// Writes the weight as a matrix [d_out, width*d]: column `k*d + c` is tap `k` of input channel `c`, zero if a
+    /// depthwise filter does not read it.
     ///
     /// # Safety
     /// `weight` has the problem's sizes and `to` holds the matrix.

@@ -63,8 +63,8 @@ impl<T: SimdElement> Tile<T> {
         unsafe { self.0.add(i * GROUP) }
     }
 
-    /// Fills rows with positions `first..first + rows` of batch row `b` as the tokens of `run` see
-    /// them, channels `channel..channel + lanes`. Other lanes become zero.
+    /// Fills rows with positions `first..first + rows` of batch row `b` as the tokens of `run` read them, channels
+    /// `channel..channel + lanes`. Other lanes become zero.
     ///
     /// # Safety
     /// The tile has `rows` rows, the channels exist, `lanes` is at most GROUP, and the run is one of

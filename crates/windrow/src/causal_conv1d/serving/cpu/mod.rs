@@ -307,7 +307,7 @@ impl<T: SimdElement> Task<'_, T> {
                 let kept = history.saturating_sub(1);
                 Block::rows(tile, 1).copy_to(s, state(write, 0), kept, lanes);
             }
-            // The number of tokens that go through the tile: all, or those that see the window.
+            // The number of tokens that go through the tile: all, or those that depend on the window.
             let along_tokens_of_x = x.strides[2] == 1 && y.strides[2] == 1;
             let along_channels_of_x = x.strides[1] == 1 && y.strides[1] == 1 && lanes >= GROUP;
             let behind = tokens.saturating_sub(history);

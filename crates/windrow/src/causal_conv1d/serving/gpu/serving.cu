@@ -1,9 +1,9 @@
 // Serving: every sequence walked from its first token to its last. y may be x itself.
 //
-// Floor of decoding: states once in and once out, x once in, y once out. A thread takes VECTOR channels of a
-// sequence, whose window stays in registers. A small step is bound by latency: loads that wait for each other, and
-// instructions of a single warp. So whatever a call cannot need is left out when the kernel is compiled, and nothing
-// branches between loads.
+// Floor of decoding: states once in and once out, x once in, y once out. A thread takes VECTOR channels of a sequence,
+// whose window stays in registers. A small step is limited by latency: loads that wait for each other, and instructions
+// of a single warp. So whatever a call cannot need is left out when the kernel is compiled, and nothing branches
+// between loads.
 //
 // AHEAD    tokens whose loads are on their way
 // SHORT    no sequence has more tokens than that; with one token and no starts each has one

@@ -189,8 +189,8 @@ impl<E: TileElement> Sums<'_, E> {
         }
     }
 
-    /// The sums of products of all parts of pixels and filters that count, or of the first ones. Brings some of the sums
-    /// before them to their place meanwhile.
+    /// The sums of products of all parts of pixels and filters that count, or of the first ones. Meanwhile it stores
+    /// some of the sums before them.
     ///
     /// # Safety
     /// As many pixels as there are in the tiles are readable, for all taps and terms, and the filter's tiles; there is room

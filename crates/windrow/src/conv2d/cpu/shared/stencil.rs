@@ -74,9 +74,9 @@ impl Stencil {
         })
     }
 
-    /// The data gradient: from `dy`, laid out as y, to `dx`, laid out as x. Input positions of the
-    /// same residue modulo the stride see the same taps, so each residue is a stencil of step 1.
-    /// Residues without taps are left out: where there are some, `dx` is zeroed first.
+    /// The data gradient: from `dy`, laid out as y, to `dx`, laid out as x. Input positions of the same residue modulo
+    /// the stride use the same taps, so each residue is a stencil of step 1. Residues without taps are left out: if
+    /// there are any, `dx` is zeroed first.
     ///
     /// # Errors
     /// As [`Stencil::forward`].
@@ -254,8 +254,8 @@ impl Stencil {
     }
 }
 
-/// The residues modulo the stride that see taps, each with the taps through which input positions
-/// `residue + i * stride` act on output positions `i + offset`.
+/// The residues modulo the stride that have taps, each with the taps through which input positions `residue + i *
+/// stride` act on output positions `i + offset`.
 fn residues(p: &Problem, d: usize) -> Result<Vec<(usize, Taps)>> {
     let (size, count) = ([p.h, p.w][d], [p.r, p.s][d]);
     let stride = p.stride[d] as isize;

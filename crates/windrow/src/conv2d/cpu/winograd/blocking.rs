@@ -133,7 +133,7 @@ impl Blocking {
         };
         let blocks = of.div_ceil(most);
         let blocks = if parts > 1 { blocks } else { blocks.next_multiple_of(threads.min(tiles)) };
-        // Whole panels, but for the last.
+        // Whole panels, except the last.
         let at_once = at_once.min(panels.div_ceil(parts) * PANEL).next_multiple_of(PANEL);
         Blocking { tiles: of.div_ceil(blocks), parts, vectors: at_once.min(vectors), stretch }
     }

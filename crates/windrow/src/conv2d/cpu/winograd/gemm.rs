@@ -51,7 +51,7 @@ pub(super) struct Gemm<'a, 'b> {
     pub accumulate: bool,
     /// True if other threads formed V, so that it is not in the second-level cache.
     pub v_is_far: bool,
-    /// Asked for meanwhile.
+    /// What is prefetched meanwhile.
     pub ahead: Ahead<'a, 'b>,
 }
 

@@ -313,7 +313,7 @@ impl WinogradWeight {
         self.geometry.tiles().div_ceil(self.chunk)
     }
 
-    /// The positions of a block in one task, if tasks are no whole blocks: a row, or less if a row would leave threads
+    /// The positions of a block in one task, if tasks are not whole blocks: a row, or less if a row would leave threads
     /// idle.
     fn positions_at_once(&self) -> usize {
         let is_enough = |positions: &usize| {

@@ -1,5 +1,5 @@
 // Convolution whose output elements sum few products (c * r * s <= 48, as in the first layer of a network), on tensor
-// cores or AMD's matrix cores. Such a layer is bound by the store of its output. One group, any stride, padding and
+// cores or AMD's matrix cores. Such a layer is limited by the store of its output. One group, any stride, padding and
 // dilation.
 //
 //     out[k, pixel] = sum over taps d of w[k, d] x[pixel + d]
@@ -85,7 +85,7 @@ __device__ __forceinline__ float bias_of(const Params& p, int k) {
 }
 
 #if SPLIT
-// A weight as it was before it was split, but for its last bits: see few_taps_filter.cu.
+// A weight as it was before it was split, except for its last bits: see few_taps_filter.cu.
 __device__ __forceinline__ float weight_at(const Params& p, int g, int channel, int d) {
     const int load = d / 4, step = load / STEP_LOADS, word = load % STEP_LOADS * 2 + channel % 2;
     const i64 first = ((blockIdx.y * STEPS + step) * ROW_TILES + channel / 2) * PARTS * 128;

@@ -1,4 +1,5 @@
-// As implicit_gemm.cu, for f16 and bf16: one product, both operands in shared memory, sums in f32 and one rounding.
+// Like implicit_gemm.cu, but for f16 and bf16: one product, both operands in shared memory, sums in f32 and one
+// rounding.
 //
 // A stage is 64 terms of a block's pixels and output channels, both in rows of 128 bytes that are swizzled as wgmma
 // requires. x is channels-last with whole vectors of channels.

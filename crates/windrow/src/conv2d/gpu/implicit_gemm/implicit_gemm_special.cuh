@@ -3,7 +3,7 @@
 
 #include "implicit_gemm_output.cuh"
 
-// A weight as it was before it was packed, but for its last bits: see implicit_gemm_filter.cu.
+// A weight as it was before it was packed, except for its last bits: see implicit_gemm_filter.cu.
 __device__ __forceinline__ float weight_at(const Params& p, int k_block, int column, int term, float scale) {
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
     const i64 product = static_cast<i64>(k_block) * p.steps * STEP_PRODUCTS + term / 16;

@@ -38,7 +38,7 @@ pub(crate) struct ImplicitGemm {
     spec: Conv2dSpec,
     problem: Problem,
     cut: Cut,
-    /// The copy that f16/bf16 kernels read if x has no whole vectors of channels.
+    /// The copy that f16/bf16 kernels read if the channels of x are not whole vectors.
     input: Option<Input>,
     /// Elements from the filter of a group to that of the next.
     filter_group: isize,

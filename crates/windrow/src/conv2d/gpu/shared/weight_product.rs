@@ -205,7 +205,8 @@ impl WeightProduct {
         self.cut.parts
     }
 
-    /// Roundings of a sum: six products of 64 rows that are cut off twice as far as a rounding, and the steps of a part.
+    /// The roundings of a sum: six products of 64 rows, each truncated, which is twice a rounding, and the steps of a
+    /// part.
     pub(crate) fn roundings(&self) -> usize {
         let steps = self.shape.rows.div_ceil(STEP_ROWS);
         2 * 3 * STEP_ROWS / 16 + steps.div_ceil(self.cut.parts) + 2

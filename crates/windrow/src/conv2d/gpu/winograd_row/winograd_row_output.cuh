@@ -23,8 +23,8 @@ struct Channels {
     }
 };
 
-// Tensor cores cut off when they add, so that the error of a sum grows with its length. Split operands are worth more:
-// after some steps their sums go to memory of the thread and start again.
+// Tensor cores truncate when they add, so the error of a sum grows with its length. Split operands are more exact than
+// that: after some steps their sums go to memory of the thread and start again.
 constexpr bool FLUSHES = PRODUCTS == 3;
 constexpr int FLUSHED = 8 * 2 * TILE; // pairs of sums of a thread: accumulator columns j, tiles t, outputs
 

@@ -15,7 +15,7 @@ const THREADS: usize = 128;
 /// Tiles in shared memory: one in work, one on its way in, one on its way out.
 const STAGES: usize = 3;
 /// The blocks of a multiprocessor, two waves, from which a walk of f16/bf16 over more rows gains more than more blocks
-/// would. f32, bound by memory alone, gains nothing.
+/// would. f32, which is limited by memory only, gains nothing.
 const BLOCKS: usize = 16;
 /// With fewer blocks per multiprocessor, the chunks of `backward_channel_first` are faster.
 const FEW_BLOCKS: usize = 4;

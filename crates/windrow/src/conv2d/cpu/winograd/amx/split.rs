@@ -64,7 +64,7 @@ pub(super) struct SplitPanel<'a, 'b, 'c> {
     /// The range among the [`SIDE`] pairs.
     pub pairs: Range<usize>,
     pub to: *mut u8,
-    /// Asked for meanwhile.
+    /// What is prefetched meanwhile.
     pub ahead: &'c mut Ahead<'a, 'b>,
 }
 
