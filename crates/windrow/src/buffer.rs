@@ -96,7 +96,7 @@ impl Buffer {
     }
 }
 
-/// Asks for pages of 2 MiB where the block holds such: packed filters and workspaces are read in
+/// Asks for pages of 2 MiB in the parts of the block that contain such pages: packed filters and workspaces are read in
 /// strides that else miss the translation buffers. A request, so a refusal does not matter.
 fn prefer_huge_pages(ptr: NonNull<u8>, len: usize) {
     #[cfg(target_os = "linux")]

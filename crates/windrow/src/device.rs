@@ -3,7 +3,7 @@
 use crate::{Error, Result};
 use std::fmt;
 
-/// A device: the CPU, or a GPU by index. A number alone, where a GPU is asked for, is a CUDA device.
+/// A device: the CPU, or a GPU by index. An integer in place of a GPU is the index of a CUDA device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Device {

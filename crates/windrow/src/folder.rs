@@ -17,8 +17,8 @@ pub(crate) fn cache() -> Option<PathBuf> {
         .or_else(|| from_env("LOCALAPPDATA").map(|d| d.join("windrow")))
 }
 
-/// The bytes of a regular file of at most `limit` bytes. Whatever else has the name is an error at once: a pipe that nobody
-/// writes to, a device without an end, a folder.
+/// The bytes of a regular file of at most `limit` bytes. Anything else with the name is an error at once: a pipe that
+/// nobody writes to, a device without an end, a folder.
 pub(crate) fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let file = open(path, OpenOptions::new().read(true))?;
     let mut bytes = Vec::new();

@@ -119,7 +119,7 @@ mod tests {
         assert!(failed.is_empty(), "{failed:#?}");
     }
 
-    /// Passes on a machine without CUDA, where there is nothing to do.
+    /// Does nothing on a machine without CUDA.
     #[test]
     fn every_case_passes_on_the_first_cuda_device() {
         if crate::cuda::devices().map_or(0, |d| d.len()) == 0 {

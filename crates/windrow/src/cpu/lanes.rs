@@ -30,7 +30,7 @@ fn fused(a: f32, b: f32, c: f32) -> f32 {
     }
 }
 
-// Conversions of half types are long where the target has no instructions for them: they are called.
+// Conversions of f16 and bf16 are long if the target has no instructions for them, so they are function calls.
 
 /// Loads `N` f16 or bf16 as f32.
 ///

@@ -182,7 +182,7 @@ mod tests {
         assert_ne!(ids[0], ids[1]);
         assert_eq!(Arc::strong_count(&owner), 3);
         drop(graphs);
-        // The driver lets go in a thread of its own.
+        // The driver drops it on a thread of its own.
         for _ in 0..1000 {
             if Arc::strong_count(&owner) == 1 {
                 return;

@@ -122,7 +122,8 @@ impl Drop for SharedBuffer {
         let block = Block { ptr: self.ptr, uses };
         let released = &self.gpu.released;
         released.blocks.lock().unwrap_or_else(PoisonError::into_inner).push(block);
-        // Where a graph lets go of it CUDA must not be called: then the next buffer that is made or dropped frees it.
+        // While a graph drops it, the backend must not be called. Then the next buffer that is made or dropped frees
+        // it.
         if !is_releasing() {
             self.gpu.free_released();
         }

@@ -318,7 +318,7 @@ mod tests {
     #[test]
     fn roundings_stop_shrinking_and_sums_overflow() {
         let least = f64::from(f32::from_bits(1));
-        // Four roundings of at most half of the least number each.
+        // Four roundings of at most half of the smallest number each.
         let tolerance = 4.0 * DType::F32.unit_roundoff();
         assert!(compare(DType::F32, tolerance, 2.0 * least, 0.0, 0.0));
         assert!(!compare(DType::F32, tolerance, 3.0 * least, 0.0, 0.0));

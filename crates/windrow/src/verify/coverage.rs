@@ -204,7 +204,7 @@ mod tests {
         assert_eq!(names.collect::<Vec<_>>(), want);
     }
 
-    /// A new file has to be listed, in whatever folder.
+    /// A new file must be listed, in whatever folder it is.
     #[test]
     fn every_file_of_kernels_is_listed() {
         let listed = listed();
