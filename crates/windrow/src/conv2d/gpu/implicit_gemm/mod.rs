@@ -8,7 +8,7 @@ mod product;
 use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, corners, gather};
 use self::product::{FILTER_EXPONENT, product, threads};
 use super::facts::packed_parts;
-use super::input::{Input, is_aligned, most_images};
+use super::input::{Input, copy_kernel, is_aligned, most_images};
 use super::method::{About, Method, Parameter, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
 use super::shape::ConvShape;
@@ -190,10 +190,16 @@ impl ImplicitGemm {
                 "implicit_gemm has block (64, 128, of halves 256) and parts (1, 2, 4, 8)",
             ));
         };
-        let [aligned, pack_filter] = gpu.kernels([
-            &product(spec, problem, cut, true),
-            &filter_kernel(spec.x.dtype, cut.block),
-        ])?;
+        let aligned = product(spec, problem, cut, true);
+        let pack_filter = filter_kernel(spec.x.dtype, cut.block);
+        let [aligned, pack_filter] = match cut.half {
+            true => {
+                let copy = copy_kernel(spec.x.dtype, 1);
+                gpu.kernels([&aligned, &pack_filter, &copy])
+                    .map(|[aligned, filter, _]| [aligned, filter])
+            }
+            false => gpu.kernels([&aligned, &pack_filter]),
+        }?;
         Ok(ImplicitGemm {
             gpu,
             spec: spec.clone(),

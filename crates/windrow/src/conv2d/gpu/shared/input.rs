@@ -194,7 +194,8 @@ fn pixels_are_vectors(spec: &Conv2dSpec) -> bool {
         && whole(s[1])
 }
 
-fn copy_kernel(dtype: DType, vector: usize) -> KernelSpec {
+/// The kernel that copies so many elements together. Every [`Input`] has that for single ones.
+pub(crate) fn copy_kernel(dtype: DType, vector: usize) -> KernelSpec {
     kernel(&PACK_INPUT, "winograd_row_input", dtype).define("VECTOR", vector).params::<CopyParams>()
 }
 

@@ -1,12 +1,17 @@
 //! The fused kernel: its constants, shared memory and launch (`winograd_row.cu`).
 
 use super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
-use super::{ALPHA, BLOCK_K, INNER, LAST_POINT, TAPS, TILE, TRANSFORMS, WinogradRow, exponent};
+use super::sizes::Sizes;
+use super::{
+    ALPHA, BLOCK_K, INNER, LAST_POINT, TAPS, TILE, TRANSFORMS, WinogradRow, exponent, filter_kernel,
+};
+use crate::conv2d::gpu::input::copy_kernel;
 use crate::conv2d::gpu::shape::Output;
 use crate::conv2d::gpu::shared::matrix::{float, matrix, row};
 use crate::conv2d::gpu::{Divisor, Operands, kernel, source, with_epilogue};
+use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{
-    Feature, Kernel, KernelSpec, Launch, Source, Stream, TensorBoxes, TensorMap, params,
+    Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorBoxes, TensorMap, params,
 };
 use crate::{DType, Error, Result};
 
@@ -57,30 +62,39 @@ params! {
 }
 
 impl Fused {
-    pub(super) fn new(plan: &WinogradRow, vectors: bool) -> Result<Self> {
-        let p = &plan.problem;
-        let dtype = plan.spec.x.dtype;
+    pub(super) fn new(
+        gpu: &'static Gpu,
+        (spec, p): (&Conv2dSpec, &Problem),
+        sizes: &Sizes,
+        vectors: bool,
+    ) -> Result<Self> {
+        let dtype = spec.x.dtype;
         let geometry = Geometry::choose(p.n.max(1), p.oh, p.ow, !vectors)
             .ok_or_else(|| Error::unsupported("winograd_row", "no tiling fits shared memory"))?;
         // As the kernel lays it out: input stages, filter stages, barriers (the last takes 16 bytes), constants, staging.
-        let adds = plan.spec.residual && dtype == DType::F32;
+        let adds = spec.residual && dtype == DType::F32;
         let outputs = if vectors { 0 } else { OUTPUT_BYTES * (1 + usize::from(adds)) };
         let per_warp = CHANNEL_BYTES + outputs;
         let fixed = |input_stages| {
             2 * input_stages * (geometry.stage_bytes + 16) + CONSUMER_WARPS * per_warp + 16
         };
-        let per_stage = plan.sizes.filter_step_bytes() + 16;
-        let room = |input_stages| (plan.gpu.shared_bytes - fixed(input_stages)) / per_stage;
-        let all = plan.sizes.steps() * TAPS;
+        let per_stage = sizes.filter_step_bytes() + 16;
+        let room = |input_stages| (gpu.shared_bytes - fixed(input_stages)) / per_stage;
+        let all = sizes.steps() * TAPS;
         // A filter that stays is worth more than a third stage of input.
         let input_stages =
             if dtype == DType::F32 || (all > room(3) && all <= room(2)) { 2 } else { 3 };
         let resident = all <= room(input_stages);
         let filter_stages = if resident { all } else { room(input_stages).min(MAX_FILTER_STAGES) };
         let shared = fixed(input_stages) + filter_stages * per_stage;
-        let spec = fused_kernel(dtype, plan.sizes.products, vectors, &geometry, input_stages)
+        let fused = fused_kernel(dtype, sizes.products, vectors, &geometry, input_stages)
             .shared_bytes(shared as u32);
-        let kernel = plan.gpu.kernel(&with_epilogue(spec, &plan.spec))?;
+        // Every plan needs the others, too.
+        let [kernel, ..] = gpu.kernels([
+            &with_epilogue(fused, spec),
+            &filter_kernel(dtype, sizes.products),
+            &copy_kernel(dtype, 1),
+        ])?;
         Ok(Fused { kernel, geometry, filter_stages, resident })
     }
 

@@ -186,23 +186,25 @@ impl WinogradRow {
         let sizes = Sizes::new(task);
         let room = task.options.memory.map(|memory| memory.saturating_sub(sizes.bytes(spec)));
         let images = sizes.images_of_a_piece(spec, problem, most_images(spec, room));
-        let plan = WinogradRow {
+        let vectors = stores_vectors(spec, problem);
+        let fused = [TryOnceLock::default(), TryOnceLock::default()];
+        fused[usize::from(vectors)].get(|| Fused::new(gpu, (spec, problem), &sizes, vectors))?;
+        Ok(WinogradRow {
             gpu,
             spec: spec.clone(),
             problem: *problem,
             sizes,
             input: Input::new(gpu, spec, problem, images)?,
-            vectors: stores_vectors(spec, problem),
+            vectors,
             pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, sizes.products))?,
-            fused: [TryOnceLock::default(), TryOnceLock::default()],
-        };
-        plan.fused(plan.vectors)?;
-        Ok(plan)
+            fused,
+        })
     }
 
     /// The kernel for vector stores, or for any y.
     fn fused(&self, vectors: bool) -> Result<Fused> {
-        self.fused[usize::from(vectors)].get(|| Fused::new(self, vectors)).copied()
+        let make = || Fused::new(self.gpu, (&self.spec, &self.problem), &self.sizes, vectors);
+        self.fused[usize::from(vectors)].get(make).copied()
     }
 }
 
