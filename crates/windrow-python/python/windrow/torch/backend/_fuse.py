@@ -1,6 +1,6 @@
 """The pass that fuses a convolution with the addition and the activation behind it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,24 +123,41 @@ def _activated(node: fx.Node, dtype: torch.dtype, decompositions: Any) -> tuple[
     return None
 
 
-_patterns: dict[Any, tuple[Any, fx.Graph]] = {}
+_patterns: dict[Any, tuple[Any, dict[str, fx.Graph]]] = {}
 
 
 def _pattern(name: str, dtype: torch.dtype, decompositions: Any) -> fx.Graph:
     """The nodes that PyTorch's tracer makes for an activation with these decompositions."""
-    key = name, dtype, id(decompositions)
+    key = dtype, id(decompositions)
     # The table is kept, so that another one does not get its address.
     if key not in _patterns:
-        _patterns[key] = decompositions, _traced(PYTORCHS[name], dtype, decompositions)
-    return _patterns[key][1]
+        _patterns[key] = decompositions, _traced(PYTORCHS, dtype, decompositions)
+    return _patterns[key][1][name]
 
 
-def _traced(function: Callable[[Tensor], Tensor], dtype: torch.dtype, decompositions: Any) -> fx.Graph:
+def _traced(
+    functions: Mapping[str, Callable[[Tensor], Tensor]], dtype: torch.dtype, decompositions: Any
+) -> dict[str, fx.Graph]:
+    """The graph of each function. They are traced together, because starting the tracer takes longest."""
+    every = lambda x: tuple(function(x) for function in functions.values())
     with torch.no_grad(), torch._C._DisableAutocast():
-        graph = make_fx(lambda x: function(x), decomposition_table=decompositions)(torch.zeros(2, dtype=dtype)).graph
-    for node in graph.nodes:
-        # The metadata holds all tensors that the tracer has seen, parameters of the compiled model too.
-        node.meta = {}
+        whole = make_fx(every, decomposition_table=decompositions)(torch.zeros(2, dtype=dtype)).graph
+    (output,) = (node for node in whole.nodes if node.op == "output")
+    return {name: _graph_of(whole, result) for name, result in zip(functions, output.args[0], strict=True)}  # type: ignore[arg-type]
+
+
+def _graph_of(whole: fx.Graph, result: fx.Node) -> fx.Graph:
+    """The part of a graph that computes this node."""
+    needed = {result}
+    for node in reversed(whole.nodes):
+        needed |= {*node.all_input_nodes} if node in needed else set()
+    graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in whole.nodes:
+        if node in needed:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+            # The metadata holds all tensors that the tracer has seen, parameters of the compiled model too.
+            copied[node].meta = {}
+    graph.output(copied[result])
     return graph
 
 
