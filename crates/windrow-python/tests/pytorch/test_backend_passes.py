@@ -13,7 +13,8 @@ from torch.func import functional_call
 from torch._inductor.compile_fx import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from windrow.torch.backend import _compile, _options, _others, windrow
+from torch.utils._pytree import tree_leaves
+from windrow.torch.backend import _compile, _layout, _options, _others, windrow
 from windrow.torch.choice import measure, store
 from windrow.torch.choice.policy import PYTORCH, Seconds
 
@@ -433,6 +434,72 @@ def test_gelu_and_large_groups(seen, monkeypatch):
     }  # fmt: skip
     check(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh(), nn.GELU()).eval(), "inductor")
     assert len(called) == 8, "Inductor computes them with what stands around them"
+
+
+def test_group_norms_in_channels_last(seen, monkeypatch):
+    called = []
+
+    def ours(x, *rest):
+        called.append(x.is_contiguous(memory_format=torch.channels_last))
+        return F.group_norm(x, *rest).contiguous(memory_format=torch.channels_last)
+
+    monkeypatch.setattr(_others, "pays_in_channels_last", lambda x, groups: True)
+    monkeypatch.setattr(_others, "group_norm_in_channels_last", ours)
+    norm = lambda m, y: F.group_norm(y, 2, m.factor.flatten(), m.term.flatten())
+    for f in (norm, lambda m, y: F.silu(norm(m, y)).reshape(2, -1)):
+        check(Behind(f).eval().to(memory_format=torch.channels_last))
+    assert called and all(called)
+    # Someone sees the strides inside.
+    count = len(called)
+    check(Behind(lambda m, y: norm(m, y).as_strided((2, 3), (1, 2)) + 1).eval().to(memory_format=torch.channels_last))
+    assert len(called) == count
+
+
+def traced_as(function, x):
+    return make_fx(function, tracing_mode="fake")(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: F.silu(x), lambda x: (F.silu(x).view(2, -1), x + 1), lambda x: (x + 1).view(2, 2, 4, 15).mean(2), lambda x: (x,)],
+)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_results_keep_their_layout(function, is_last):
+    x = torch.randn(2, 8, 3, 5)
+    traced = traced_as(function, x)
+    for _ in range(2):
+        assert _layout.keep_results(traced.graph)
+    traced.recompile()
+    given = x.contiguous(memory_format=torch.channels_last) if is_last else x
+    for got, want in zip(tree_leaves(traced(given)), tree_leaves(function(x)), strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_attention_without_dropout_draws_nothing(name):
+    operator = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+    names = [argument.name for argument in operator._schema.arguments]
+    graph = torch.fx.Graph()
+    called = lambda *args, **kwargs: graph.call_function(operator, args, kwargs)
+    before = [None] * names.index("dropout_p")
+    for node, draws in [
+        (called(*before), False),
+        (called(*before, 0.0, False), False),
+        (called(*before, 0.5, False), True),
+        (called(*before, dropout_p=0.5), True),
+    ]:
+        assert _layout._sees_strides(node) == draws
+    assert _layout._sees_strides(graph.call_function(torch.ops.aten.rand_like.default, (None,)))
+
+
+@pytest.mark.parametrize("function", [lambda x: x.as_strided((2, 3), (1, 2)) + 1, lambda x: F.silu(x)[:, 1:]])
+def test_graphs_that_see_strides_stay(function):
+    traced = traced_as(function, torch.randn(2, 8, 3, 5))
+    code = traced.code
+    assert not _layout.keep_results(traced.graph)
+    traced.recompile()
+    assert traced.code == code
 
 
 class LooksUp(Behind):

@@ -57,6 +57,37 @@ def test_large_groups(shape, groups, dtype, affine, in_parts):
     assert relative(y, want) <= 1.5 * theirs + 1e-7
 
 
+def image_of_channels(shape, dtype, memory_format):
+    """An image whose mean is far from zero and differs between channels."""
+    x = torch.randn(shape, device="cuda") * torch.rand(*shape[:2], 1, 1, device="cuda")
+    x = x + 10 * torch.randn(shape[1], 1, 1, device="cuda")
+    return x.to(dtype).contiguous(memory_format=memory_format)
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape, groups", [((1, 128, 256, 256), 32), ((2, 96, 101, 163), 3), ((3, 512, 64, 64), 512)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_channels_last(shape, groups, dtype, affine):
+    x = image_of_channels(shape, dtype, torch.channels_last)
+    parameters = [torch.randn(shape[1], device="cuda").to(dtype) if affine else None for _ in range(2)]
+    want = F.group_norm(x.double(), groups, *[p if p is None else p.double() for p in parameters])
+    theirs = relative(F.group_norm(x, groups, *parameters), want)
+    assert _group_norm.pays_in_channels_last(x, groups)
+    y = _group_norm.group_norm_in_channels_last(x, groups, *parameters, 1e-5)
+    assert y.dtype == dtype and y.stride() == x.stride()
+    assert relative(y, want) <= 1.5 * theirs + 1e-7
+
+
+@cuda
+def test_other_layouts_are_pytorchs():
+    x = image_of_channels((1, 64, 160, 160), torch.float32, torch.contiguous_format)
+    for image in (x, x.double(), x.contiguous(memory_format=torch.channels_last)[..., :8]):
+        assert not _group_norm.pays_in_channels_last(image, 32)
+        y = _group_norm.group_norm_in_channels_last(image, 32, None, None, 1e-5)
+        assert torch.equal(y, F.group_norm(image, 32))
+
+
 @cuda
 def test_channels_last_results_are_contiguous_as_pytorchs(in_parts):
     x = torch.randn(1, 64, 256, 256, device="cuda").contiguous(memory_format=torch.channels_last)

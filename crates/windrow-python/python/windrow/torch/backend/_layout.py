@@ -91,10 +91,44 @@ def laid_out(graph: fx.Graph, before: fx.Node, image: fx.Node, result: fx.Node) 
     return copy
 
 
+def keep_results(graph: fx.Graph) -> bool:
+    """Lets operators inside a graph give images in channels-last where the tracer saw row-major ones: views copy if they
+    must, and the graph's results are laid out as before. Returns False, and changes nothing, if an operator depends on
+    strides."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    formats = {}
+    for node in output.all_input_nodes:
+        if isinstance(result := value(node), Tensor):
+            known = [torch.contiguous_format, *[torch.channels_last] * (result.dim() == 4)]
+            formats[node] = next((one for one in known if result.is_contiguous(memory_format=one)), None)
+    if None in formats.values() or any(_sees_strides(node) for node in graph.nodes):
+        return False
+    for node in graph.nodes:
+        if node.target in VIEWS:
+            node.target = _aten.reshape.default
+    for node, laid_out in formats.items():
+        if node.target is not _aten.contiguous.default:
+            same = called(graph, output, _aten.contiguous.default, node, memory_format=laid_out)
+            output.replace_input_with(node, same)
+    return True
+
+
 def _sees_strides(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = node.target._opname
-    # Random numbers are drawn in the order of memory.
-    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return is_random or any(part in name for part in _SEEING) or (name == "view" and node.target not in VIEWS)
+    return _draws(node) or any(part in name for part in _SEEING) or (name == "view" and node.target not in VIEWS)
+
+
+def _draws(node: fx.Node) -> bool:
+    """True if an operator draws random numbers, which it does in the order of memory. Attention draws none without
+    dropout."""
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == "dropout_p":
+            dropout = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return dropout != 0
+    return True

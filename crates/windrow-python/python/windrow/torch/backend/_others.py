@@ -1,45 +1,52 @@
-"""The pass for graphs whose operators run one by one: GELU and large groups by Windrow, as `patch` has them."""
+"""The pass for graphs whose operators run one by one: GELU and group normalisations of large images by Windrow."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from windrow.torch._gelu import gelu_of_any
-from windrow.torch._group_norm import group_norm, pays
+from windrow.torch._group_norm import group_norm, group_norm_in_channels_last, pays, pays_in_channels_last
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._convolutions import TYPES, VALUE
+from windrow.torch.backend._layout import keep_results
 from windrow.torch.backend._report import Report, name_of
 
 _aten = torch.ops.aten
 
 
 def others_to_windrows(graph: fx.Graph, report: Report | None) -> None:
-    """Replaces calls of PyTorch's operators by ones of functions that compute the same, laid out alike."""
+    """Replaces calls of PyTorch's operators by calls of functions that compute the same."""
     for node in [*graph.nodes]:
         if node.target is _aten.gelu.default:
             if value(node).dtype in TYPES and value(node).device.type in ("cpu", "cuda"):
                 _replace(graph, node, gelu_of_any, (node.args[0], node.kwargs.get("approximate", "none")), node)
                 if report is not None:
                     report.fused(name_of(node), "gelu")
-        elif node.target is _aten.native_group_norm.default and _is_large(node):
+        elif node.target is _aten.native_group_norm.default and (norm := _norm(node)) is not None:
             x, weight, bias, *_, groups, eps = node.args
             (result,) = node.users
-            _replace(graph, result, group_norm, (x, groups, weight, bias, eps), node)
+            _replace(graph, result, norm, (x, groups, weight, bias, eps), node)
             graph.erase_node(node)
             if report is not None:
                 report.fused(name_of(node), "group_norm")
 
 
-def _is_large(node: fx.Node) -> bool:
+def _norm(node: fx.Node) -> Callable[..., Tensor] | None:
+    """The function that computes a group normalisation faster than PyTorch's operator."""
     x, weight, bias, *sizes, groups, _ = node.args
     image = value(x)
     if len(node.users) != 1 or not all(isinstance(n, int) for n in (*sizes, *image.shape)):
-        return False
+        return None
     (result,) = node.users
     likes: list[Any] = [value(t) for t in (weight, bias) if t is not None]
     is_of_types = all(like.dtype in (image.dtype, torch.float32) for like in likes)
-    return result.args[1] == 0 and is_of_types and value(result).is_contiguous() and pays(image, groups)  # type: ignore[arg-type]
+    if result.args[1] != 0 or not is_of_types:
+        return None
+    if pays_in_channels_last(image, groups) and keep_results(node.graph):  # type: ignore[arg-type]
+        return group_norm_in_channels_last
+    return group_norm if value(result).is_contiguous() and pays(image, groups) else None  # type: ignore[arg-type]
 
 
 def _replace(graph: fx.Graph, node: fx.Node, function: Any, args: tuple[Any, ...], named: fx.Node) -> None:
