@@ -2,7 +2,7 @@
 //!
 //! A table or a picture stands between `<!-- NAME from RECORD -->` and `<!-- end -->`, where RECORD is one or more
 //! folders of benchmarks/record, divided by commas. `NAME of OPERATOR` is the part of a table for one operator,
-//! `models of MODES` that of some modes of the networks.
+//! `models of MODES` that of some modes of the networks, `compiled of MODE` those that torch.compile took.
 
 use crate::pages;
 use crate::record::RECORDS;
@@ -88,6 +88,7 @@ fn content(name: &str, records: &[&str]) -> Result<Filled> {
         "cuda-memory" => tables::cuda_memory(&json(record, "gelu-causal_conv1d")?, op),
         "amd" => tables::amd(&json(record, "verify")?),
         "models" => tables::models(&json(record, "models")?, op),
+        "compiled" => tables::compiled(&json(record, "models")?, op),
         "model-errors" => tables::model_errors(&json(record, "models")?),
         "speed-picture" => {
             let conv2d = json(second, "conv2d")?;

@@ -307,6 +307,32 @@ pub(crate) fn models(record: &Value, modes: &str) -> Result<String> {
     Ok(out)
 }
 
+/// Networks in a mode by torch.compile, with its own backend and with Windrow's, captured in CUDA graphs.
+pub(crate) fn compiled(record: &Value, mode: &str) -> Result<String> {
+    let mut out = format!("{}, {}.\n\n", text(record, "device"), versions(record));
+    out +=
+        "| network, mode, batch | PyTorch, ms | torch.compile, ms | backend=\"windrow\", ms | |\n";
+    out += "|---|--:|--:|--:|--:|\n";
+    let (mut sum, mut least, mut count) = (0.0, f64::INFINITY, 0);
+    for (name, case) in members(&record["cases"]) {
+        let ms = |side: &str| number(&case["ms"]["graph"][side], "median");
+        let (theirs, ours) = (ms("compiled"), ms("backend"));
+        if name.split(' ').nth(1) != Some(mode) || !(theirs > 0.0 && ours > 0.0) {
+            continue;
+        }
+        let ratio = theirs / ours;
+        (sum, least, count) = (sum + ratio.ln(), least.min(ratio), count + 1);
+        let pytorch = ms("pytorch");
+        let _ = writeln!(out, "| {name} | {pytorch:.2} | {theirs:.2} | {ours:.2} | {ratio:.2}x |");
+    }
+    if count == 0 {
+        return Err(format!("no network was compiled in {mode}").into());
+    }
+    let mean = (sum / f64::from(count)).exp();
+    let _ = writeln!(out, "\nGeometric mean {mean:.2}x, least {least:.2}x.");
+    Ok(out)
+}
+
 /// Networks in their modes, each with its largest batch.
 pub(crate) fn large_batches(record: &Value) -> impl Iterator<Item = (&str, &Value)> {
     let parts = |name: &str| {
@@ -374,6 +400,23 @@ mod tests {
         let line = "| gelu | f32 | 2 | 2 | 1.73x | 1.00x | 2.00x | - | 3.00x | - |\n";
         assert!(table.ends_with(line), "{table}");
         assert_eq!(peers(&cpu, "conv2d").unwrap().lines().count(), 4);
+    }
+
+    #[test]
+    fn compiled_networks_stand_beside_torch_compile() {
+        let case = |compiled: f64, ours: f64| {
+            let median = |ms: f64| json!({"median": ms});
+            let (compiled, ours) = (median(compiled), median(ours));
+            json!({"ms": {"graph": {"pytorch": median(9.0), "compiled": compiled, "backend": ours}}})
+        };
+        let alone = json!({"ms": {"graph": {"pytorch": {"median": 1.0}}}});
+        let cases = json!({"a bf16 8": case(4.0, 1.0), "b bf16 8": case(1.0, 1.0), "a f32 8": case(1.0, 2.0), "a bf16 1": alone});
+        let record = json!({"device": "G", "versions": {}, "cases": cases});
+        let table = compiled(&record, "bf16").unwrap();
+        assert!(table.contains("| a bf16 8 | 9.00 | 4.00 | 1.00 | 4.00x |\n"), "{table}");
+        assert!(!table.contains("f32 8") && !table.contains("bf16 1 "), "{table}");
+        assert!(table.ends_with("\nGeometric mean 2.00x, least 1.00x.\n"), "{table}");
+        assert!(compiled(&record, "tf32").is_err());
     }
 
     #[test]
