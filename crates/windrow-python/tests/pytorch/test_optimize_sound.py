@@ -348,6 +348,19 @@ def test_hooks_of_a_module_that_comes_later():
 # Inputs and results.
 
 
+def test_a_reset_of_the_compiler():
+    """Dynamo gives what it iterates by a name among the model's globals, which a reset removes."""
+    model = Net(lambda net, x: net.parts(x))
+    model.parts = nn.Sequential(model.a, nn.ReLU(), model.b)
+    model.eval()
+    fast, x = optimize(model), image()
+    with torch.no_grad():
+        for _ in range(2):
+            for _ in range(3):
+                close(fast(x), model(x))
+            torch._dynamo.reset()
+
+
 class Last(nn.Module):
     def __init__(self, take, give=lambda y: y):
         super().__init__()

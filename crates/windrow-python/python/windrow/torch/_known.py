@@ -111,17 +111,21 @@ class _Known:
         for i, arg in self.places:
             given[i] = args[arg]
         tensors = given if self.tensor_inputs is None else [given[i] for i in self.tensor_inputs]
-        is_same = (
-            self.state.check()
-            and [*map(_dict_version, self.dicts)] == self.versions
-            and not any(self.empty)
-            and [*map(type, self.modules)] == self.types
-            and all(map(operator.is_, map(getattr, self.classes, self.names), self.attributes))
-            and all(map(operator.is_, self.globals(), self.objects))
-            and self.tensors.check(*tensors)
-            and all(_is_same(container, leaves) for container, leaves in self.containers)
-            and self.found.is_same(given)
-        )
+        try:
+            is_same = (
+                self.state.check()
+                and [*map(_dict_version, self.dicts)] == self.versions
+                and not any(self.empty)
+                and [*map(type, self.modules)] == self.types
+                and all(map(operator.is_, map(getattr, self.classes, self.names), self.attributes))
+                and all(map(operator.is_, self.globals(), self.objects))
+                and self.tensors.check(*tensors)
+                and all(_is_same(container, leaves) for container, leaves in self.containers)
+                and self.found.is_same(given)
+            )
+        except (LookupError, AttributeError):
+            # What is looked up is gone, as Dynamo's own names are after a reset.
+            return None
         return given if is_same else None
 
     def run(self, given: list[Any]) -> Any:
