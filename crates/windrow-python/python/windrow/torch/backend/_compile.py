@@ -17,6 +17,7 @@ from windrow.torch.backend._group_norm import by_channels
 from windrow.torch.backend._layout import lay_out_images, to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions
 from windrow.torch.backend._modules import to_modules
+from windrow.torch.backend._norms import norms_to_convolutions
 from windrow.torch.backend._options import Options
 from windrow.torch.backend._others import others_to_windrows
 from windrow.torch.backend._padding import fold_padding
@@ -98,16 +99,17 @@ class _Frozen:
             linear_to_convolutions(graph, constants, options.accuracy)
         else:
             lay_out_images(graph)
-        norms = 0 if decompositions is None else by_channels(graph)
+        groups = 0 if decompositions is None else by_channels(graph)
         folded = fold(graph, constants)
+        norms = norms_to_convolutions(graph, constants, options.accuracy) if decompositions is None else 0
         fused = fuse(graph, constants, options.accuracy, decompositions, options.report)
         # Inductor fuses more with PyTorch's own.
         is_left = lambda conv: decompositions is not None and is_pytorchs(conv, options.accuracy, in_graphs)
         others = to_windrows(graph, options.accuracy, False, options.report, is_left)
         # What was folded into convolutions, what these became, and the number of other convolutions.
         self.what = folded, fused, others
-        counts = "folded into convolutions: %s; fused: %s; other convolutions: %d; group norms by channels: %d"
-        _log.info(counts, folded, fused, others, norms)
+        counts = "folded into convolutions: %s; fused: %s; other convolutions: %d; group norms by channels: %d; batch norms: %d"
+        _log.info(counts, folded, fused, others, groups, norms)
         if check is not None:
             check.look(graph, constants)
         self.bind: Callable[..., fx.GraphModule] | None = None

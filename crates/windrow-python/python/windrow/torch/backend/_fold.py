@@ -20,7 +20,7 @@ _DIFFERENCES = (_aten.sub.Tensor, _aten.sub.Scalar)
 _PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)
 _QUOTIENTS = (_aten.div.Tensor, _aten.div.Scalar)
 # Batch normalisations as one operator: where weight, bias, mean, variance and eps are, and a flag that has to be false.
-_NORMS: dict[Any, tuple[tuple[int, int, int, int, int], int | None]] = {
+NORMS: dict[Any, tuple[tuple[int, int, int, int, int], int | None]] = {
     _aten._native_batch_norm_legit_no_training.default: ((1, 2, 3, 4, 6), None),
     _aten.native_batch_norm.default: ((1, 2, 3, 4, 7), 5),
     _aten.cudnn_batch_norm.default: ((1, 2, 3, 4, 7), 5),
@@ -28,7 +28,7 @@ _NORMS: dict[Any, tuple[tuple[int, int, int, int, int], int | None]] = {
 
 
 @dataclass
-class _Affine:
+class Affine:
     """The scale and shift of a convolution's channels, as nodes of the prologue in f64."""
 
     constants: Constants
@@ -75,7 +75,7 @@ def _fold(graph: fx.Graph, conv: Convolution, constants: Constants) -> str | Non
     if any(not isinstance(n, int) for n in weight.shape):
         return None
     channels = weight.shape[0]
-    affine = _Affine(constants, channels, weight.device)
+    affine = Affine(constants, channels, weight.device)
     if conv.bias is not None:
         affine.shift = constants.widened(conv.bias)
     last, node = conv.node, conv.node
@@ -118,10 +118,10 @@ def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _step(node: fx.Node, one: fx.Node, affine: _Affine, channels: int) -> fx.Node | None:
+def _step(node: fx.Node, one: fx.Node, affine: Affine, channels: int) -> fx.Node | None:
     """Adds a node's arithmetic to `affine`. Returns the node with the result, or None if the node cannot be folded."""
-    if node.target in _NORMS:
-        return _norm(node, one, affine)
+    if node.target in NORMS:
+        return normalised(node, one, affine)
     if not is_floating(node) or value(node).dtype == torch.float64:
         return None
     if node.target in CONVERSIONS and {*node.kwargs} <= {"dtype"}:
@@ -166,8 +166,9 @@ def _is_of_channels(operand: Any, constants: Constants, channels: int, device: t
     return all(n == 1 for i, n in enumerate(shape) if i != 1) and shape[1] in (1, channels)
 
 
-def _norm(node: fx.Node, one: fx.Node, affine: _Affine) -> fx.Node | None:
-    places, flag = _NORMS[node.target]
+def normalised(node: fx.Node, one: fx.Node, affine: Affine) -> fx.Node | None:
+    """Adds the arithmetic of a batch normalisation of `one` to `affine`. Returns the node with the result, or None."""
+    places, flag = NORMS[node.target]
     if node.args[0] is not one or (flag is not None and node.args[flag] is not False):
         return None
     results = [*node.users]
