@@ -5,8 +5,9 @@
 Networks of torchvision, and of diffusers where it is installed, with random weights. PyTorch, the patched and the optimized
 network take turns in one process, with `--compile` also what torch.compile makes of PyTorch's, by Inductor and with
 `backend="windrow"` (with `rest="eager"` too); times are medians. On CUDA inference is timed in a graph and without; `--train`
-times a step with SGD instead. Memory is the peak of the weights, the input and one call; errors are relative, those of the results that were timed, or of gradients, against the same network in f64.
-OUT.json says who computed the convolutions: Windrow, cuDNN or PyTorch. `--accuracy half` is given to patch and optimize.
+times a step with SGD instead. Memory is the peak of the weights, the input and one call; errors are relative, those of the
+results that were timed, or of gradients, against the same network in f64. OUT.json says who computed the convolutions: Windrow, cuDNN or PyTorch.
+`--accuracy half` is given to patch and optimize.
 
 Results are written after each case. Cases that OUT.json has already are replaced if they are measured again and else kept,
 so a record can be made in parts, on one machine; OUT.md is its table. Memory comes last, on CUDA with several processes
