@@ -108,7 +108,7 @@ class _Frozen:
         others = to_windrows(graph, options.accuracy, False, options.report, is_left)
         # What was folded into convolutions, what these became, and the number of other convolutions.
         self.what = folded, fused, others
-        counts = "folded into convolutions: %s; fused: %s; other convolutions: %d; group norms by channels: %d; batch norms: %d"
+        counts = "folded into convolutions: %s; fused: %s; other convolutions: %d; group norms: %d; batch norms: %d"
         _log.info(counts, folded, fused, others, groups, norms)
         if check is not None:
             check.look(graph, constants)

@@ -1,8 +1,8 @@
 """The pass that makes depthwise convolutions of batch normalisations, for graphs whose operators run one by one.
 
 A normalisation in front of a convolution, as in DenseNet, cannot be folded if an activation stands between. As a
-convolution with one weight for each channel it takes the activation along, in one pass over the image, and is one call with
-the convolutions behind it.
+convolution with one weight for each channel it takes the activation along, in one pass over the image, and is one call
+with the convolutions behind it.
 """
 
 import torch
