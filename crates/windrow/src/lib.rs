@@ -10,16 +10,16 @@
 //! # Ok::<(), windrow::Error>(())
 //! ```
 //!
-//! [`gelu`], [`geglu`], [`causal_conv1d`], [`causal_conv1d_update`] and [`conv2d()`] are one-call functions like this
-//! one. Their tensors are views ([`TensorRef`], [`TensorMut`]) of the caller's memory. The elements are f32, f16 or
-//! bf16. A view may have any strides, so a tensor need not be made contiguous. (An algorithm may still copy `x` or the
-//! filter to its workspace.)
+//! [`gelu`], [`geglu`], [`causal_conv1d`], [`causal_conv1d_update`] and [`conv2d()`] each compute a result in one call,
+//! as above. Their tensors are views ([`TensorRef`], [`TensorMut`]) of the caller's memory. The elements are f32, f16
+//! or bf16. A view may have any strides, so a tensor need not be made contiguous. (An algorithm may still copy `x` or
+//! the filter to temporary memory.)
 //!
 //! # The life of a plan
 //!
 //! To run an operation many times, make its plan once. A *spec* says what to compute. A *plan* is a checked spec that
-//! is bound to a device, with an algorithm and a workspace size. A *run* computes the result: it reads and writes the
-//! caller's memory, and allocates none (except as [`Plan`] says).
+//! is bound to a device, with an algorithm and the size of the temporary memory that a run needs, the *workspace*. A
+//! *run* computes the result: it reads and writes the caller's memory, and allocates none (except as [`Plan`] says).
 //!
 //! ```
 //! use windrow::{Approximate, DType, GeluArgs, GeluPlan, GeluSpec, PlanOptions, Tensor, TensorDesc, Workspace};
@@ -47,7 +47,8 @@
 //! # Prefill (the prompt) and decoding (one token at a time)
 //!
 //! A model with short convolutions, such as Mamba, first convolves its whole prompt (the *prefill*). It keeps the last
-//! `width - 1` inputs, the *state*. Then each new token is one step, which reads and updates the state:
+//! `width - 1` inputs, the *state* (`width` is the number of filter taps). Then each new token is one step, which reads
+//! and updates the state:
 //!
 //! ```
 //! use windrow::{
@@ -85,9 +86,9 @@
 //!
 //! # Errors
 //!
-//! A wrong argument returns an [`Error`]. Its variant is the kind of mistake. Its fields name the argument, what was
-//! given and what was expected. Plans and their runs return errors instead of panicking. A call that is rejected before
-//! its work starts writes no output.
+//! A call with a wrong argument returns an [`Error`]. Its variant is the kind of mistake. Its fields name the argument,
+//! what was given and what was expected. Plans and their runs return errors instead of panicking. A call that is
+//! rejected before its work starts writes no output.
 //!
 //! # Speed
 //!

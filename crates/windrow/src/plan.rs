@@ -57,9 +57,9 @@ names! { Accuracy, "accuracy": Exact = "exact", Fp32 = "fp32", Tf32 = "tf32", Ha
 pub enum Verify {
     /// No check.
     Off,
-    /// Every result is compared with the oracle. The run returns [`Error::Verification`] if an element differs by more
-    /// than the documented tolerance. Such runs are slow and allocate memory. They return [`Error::OutOfMemory`] if
-    /// there is no memory for the oracle.
+    /// Every result is compared with the oracle. The run returns [`Error::Verification`] if an element is outside its
+    /// tolerance, which `docs/accuracy.md` defines. Such runs are slow and allocate memory. They return
+    /// [`Error::OutOfMemory`] if there is no memory for the oracle.
     On,
 }
 
@@ -103,13 +103,13 @@ pub enum Tuning {
     /// The configuration that the cost model chooses; measurements are ignored.
     Model,
     /// The configuration that a search on this machine found for this spec. If there is none, the one that ships with
-    /// the library for this type of device. If there is none either, the cost model's. An entry found on this machine
-    /// is used only with the type of device, driver and library version that it was measured with. A shipped entry is
-    /// used with any driver. An entry that is not valid for the spec is ignored.
+    /// the library for this type of device. If there is none either, the cost model's. A configuration found on this
+    /// machine is used only with the type of device, the driver and the version of Windrow with which it was measured.
+    /// A shipped one is used with any driver. One that is not valid for the spec is ignored.
     #[default]
     Cached,
     /// The configuration found on this machine. If there is none, the candidates are measured while the plan is made,
-    /// and the winner is saved. Shipped entries are not used.
+    /// and the best of them is saved. Shipped configurations are not used.
     Search {
         /// The time that measuring may take.
         budget: Duration,
@@ -205,9 +205,9 @@ impl Workspace {
 
     /// A workspace of `bytes` bytes. On a GPU it uses the device's legacy default stream. The driver orders work on
     /// that stream with work on every *blocking* stream of the device (one that was made without
-    /// `cudaStreamNonBlocking` or `hipStreamNonBlocking`). So a run sees what earlier runs wrote, even in another
-    /// workspace. Concurrent runs and graph capture need another stream, because this one serializes runs and cannot be
-    /// captured: see [`Workspace::on_stream`].
+    /// `cudaStreamNonBlocking` or `hipStreamNonBlocking`). So a run sees what earlier runs on these streams wrote, even
+    /// if they used another workspace. Concurrent runs and graph capture need another stream, because this one
+    /// serializes runs and cannot be captured: see [`Workspace::on_stream`].
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::NoDevice`], [`Error::Backend`].
@@ -236,8 +236,9 @@ impl Workspace {
     /// As [`Workspace::new`].
     ///
     /// # Safety
-    /// `stream` must stay alive until the workspace is dropped. If other streams use the same memory, the caller must
-    /// synchronize them with this one. Only blocking streams and the legacy default stream are synchronized implicitly.
+    /// `stream` must stay alive until the workspace is dropped. If other streams use the tensors of a run, the caller
+    /// must synchronize them with this one. Only blocking streams and the legacy default stream are synchronized
+    /// implicitly.
     pub unsafe fn on_stream(
         device: impl Into<Device>,
         stream: *mut c_void,

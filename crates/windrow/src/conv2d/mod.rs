@@ -27,8 +27,8 @@ pub use spec::{Conv2dAlgorithm, Conv2dSpec, Tile};
 
 use crate::{Device, Filter, PlanOptions, Result, Tensor, TensorRef, Workspace};
 
-/// The result `y = act(conv2d(x, w) + bias)`, computed on the CPU in one call, with the algorithm that the cost model
-/// chooses.
+/// The result `y = act(conv2d(x, w) + bias)`, computed on the CPU in one call. The algorithm is chosen as for a plan
+/// with [`Filter::Changing`] and otherwise default options.
 ///
 /// `x` [n, c, h, w] and the filter `w` [k, c/groups, r, s] have the same element type: f32, f16 or bf16. `bias` `[k]`
 /// has this type or f32. All three may have any strides. The result has no gaps. It is channels-last if x is, otherwise

@@ -9,9 +9,9 @@ use crate::{Accuracy, Activation};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Conv2dParams {
-    /// Step of the filter over rows and columns.
+    /// Step of the filter over rows (first) and columns (second).
     pub stride: [usize; 2],
-    /// Zeros added above and below, left and right.
+    /// Zeros that are added on each side: the first number above and below, the second on the left and on the right.
     pub padding: [usize; 2],
     /// Distance of neighbouring filter taps.
     pub dilation: [usize; 2],

@@ -4,8 +4,9 @@ use super::Conv2dParams;
 use crate::tensor::check_dtype;
 use crate::{Error, Result, TensorDesc};
 
-/// The sizes of a convolution, under the names that deep learning uses. All products of sizes that kernels compute
-/// (elements of a tensor, positions in the padded input) fit in `isize`.
+/// The sizes of a convolution: n images of c channels, h rows and w columns; k filters of r rows and s columns; oh rows
+/// and ow columns of the output. All products of sizes that kernels compute (elements of a tensor, positions in the
+/// padded input) fit in `isize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
     pub n: usize,

@@ -7,10 +7,12 @@ use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc};
 
 /// The spec of a two-dimensional convolution. As usual in deep learning, it is a cross-correlation:
 ///
-/// `y[n,k,oh,ow] = act(bias[k] + residual[n,k,oh,ow] + sum_{c,r,s} w[k,c,r,s] * x[n, g*(C/groups)+c, oh*stride-padding+r*dilation, ...])`
+/// `y[n,k,oh,ow] = act(bias[k] + residual[n,k,oh,ow] + sum_{c,r,s} w[k,c,r,s] * x[n, g*(C/groups)+c, i, j])`
 ///
-/// Here n, k, oh, ow, c, r and s are indices, C is the number of input channels, and `g` is the group of output channel
-/// `k`. Elements outside of `x` count as zero. In shapes such as [n, c, h, w] the same letters are sizes.
+/// The indices are: n of an image, k of an output channel, oh and ow of an output row and column, c of an input channel
+/// of the group, r and s of a row and column of the filter. The input row is `i = oh*stride - padding + r*dilation`,
+/// and the input column j follows likewise from ow and s. C is the number of input channels, and g is the group of
+/// output channel k. Elements outside of `x` count as zero. In shapes such as [n, c, h, w] the same letters are sizes.
 ///
 /// ```
 /// use windrow::{Conv2dParams, Conv2dSpec, DType, TensorDesc};
@@ -33,9 +35,9 @@ pub struct Conv2dSpec {
     pub bias: Option<TensorDesc>,
     /// True if a run gets a *residual*: a tensor of y's type, shape and strides, which is added before the activation.
     pub residual: bool,
-    /// Step of the filter over rows and columns; at least 1.
+    /// Step of the filter over rows (first) and columns (second); at least 1.
     pub stride: [usize; 2],
-    /// Zeros added above and below, left and right.
+    /// Zeros that are added on each side: the first number above and below, the second on the left and on the right.
     pub padding: [usize; 2],
     /// Distance of neighbouring filter taps; at least 1.
     pub dilation: [usize; 2],
@@ -62,15 +64,16 @@ impl Conv2dSpec {
     /// the shape that results from these arguments and a dense layout: channels-last if x is, otherwise NCHW.
     ///
     /// # Errors
-    /// [`Error::Rank`](crate::Error::Rank), [`Error::DType`](crate::Error::DType), [`Error::Shape`](crate::Error::Shape) if channels do not match or the filter
-    /// is larger than the padded input, [`Error::Parameter`](crate::Error::Parameter) for stride, dilation or groups of 0
-    /// or groups that do not divide the channels, [`Error::SizeOverflow`](crate::Error::SizeOverflow).
+    /// [`Error::Rank`](crate::Error::Rank); [`Error::DType`](crate::Error::DType);
+    /// [`Error::Shape`](crate::Error::Shape) if channels do not match, or if the filter is empty or larger than the
+    /// padded input; [`Error::Parameter`](crate::Error::Parameter) if stride, dilation or groups are 0, or if groups do
+    /// not divide the channels; [`Error::SizeOverflow`](crate::Error::SizeOverflow).
     pub fn new(x: TensorDesc, w: TensorDesc, params: &Conv2dParams) -> Result<Self> {
         Self::sized(x, w, params, false)
     }
 
-    /// The spec that [`Conv2dSpec::new`] makes. If `allows_empty` is true, a filter that is larger than the padded input
-    /// is allowed; y then has no rows or no columns.
+    /// The spec that [`Conv2dSpec::new`] makes. If `allows_empty` is true, a filter that is larger than the padded
+    /// input is allowed; y then has no rows or no columns.
     fn sized(
         x: TensorDesc,
         w: TensorDesc,
@@ -100,12 +103,12 @@ impl Conv2dSpec {
     /// The spec for a transposed convolution. Its input is `y` [n, k, oh, ow] and its result is `x` [n, c, h, w],
     /// because the transposed convolution is the data gradient of an ordinary one. To run it, make a plan of this spec
     /// and call [`Conv2dPlan::backward_data`](crate::Conv2dPlan::backward_data) with the filter `w` [k, c/groups, r, s]
-    /// and `y`, which writes `x`. `x` is dense, and channels-last if y is. `h = (oh - 1) * stride - 2 * padding +
-    /// dilation * (r - 1) + 1 + output_padding`, and w likewise.
+    /// and `y`. That call writes `x`. `x` is dense, and channels-last if y is. Its height is
+    /// `h = (oh - 1) * stride - 2 * padding + dilation * (r - 1) + 1 + output_padding`; its width follows likewise.
     ///
     /// In each direction, `output_padding` must be less than the larger of stride and dilation. If it is at least the
     /// stride, the spec's `y` has `output_padding / stride` (rounded down) more rows or columns than the argument `y`.
-    /// The caller must append them at the end of the tensor, filled with zeros.
+    /// The caller must append them, filled with zeros, below or on the right of the argument `y`.
     ///
     /// To get the gradients of the transposed convolution, pass the gradient of x in place of x:
     /// [`Conv2dPlan::run`](crate::Conv2dPlan::run) then computes the gradient of y, and
@@ -148,8 +151,8 @@ impl Conv2dSpec {
         Conv2dParams { stride, padding, dilation, groups, activation, accuracy }
     }
 
-    /// The number of multiplications and additions by the definition, without the savings of Winograd's algorithms: `2
-    /// n k oh ow (c/groups) r s`.
+    /// The number of multiplications and additions by the definition, `2 n k oh ow (c/groups) r s`, without the savings
+    /// of Winograd's algorithms.
     ///
     /// # Errors
     /// As [`Conv2dSpec::new`], because the fields are public and may have been changed since.
@@ -188,8 +191,9 @@ pub(crate) fn is_channels_last(layout: &Layout) -> bool {
     shape[1] > 1 && strides[1].unsigned_abs() < strides[3].unsigned_abs()
 }
 
-/// The output tile of a Winograd algorithm for 3x3 filters: `m x m` outputs from a transformed input tile of `alpha x
-/// alpha`.
+/// The output tile of a Winograd algorithm for 3x3 filters: `m x m` outputs, which are computed from a transformed
+/// input tile of `alpha x alpha` values. [`Conv2dAlgorithm::WinogradFused`] transforms rows only, so its tiles are m
+/// outputs of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Tile {
@@ -236,9 +240,11 @@ pub enum Conv2dAlgorithm {
     /// Direct sums with SIMD vectors over output channels. The pixels that the taps of a filter row read are contiguous
     /// in memory. For one group and channels-last tensors. CPU.
     DirectRuns,
-    /// Direct sums with SIMD vectors over the channels of many groups. For channels-last tensors. CPU.
+    /// Direct sums with SIMD vectors over output channels: of several small groups, or of one group that fills vectors.
+    /// For channels-last tensors. CPU.
     DirectGrouped,
-    /// Direct sums for depthwise filters. Pixels are transposed in registers. CPU.
+    /// Direct sums for depthwise filters, of tensors whose rows are contiguous. Pixels are transposed in registers, so
+    /// that SIMD vectors hold channels. CPU.
     DirectTransposed,
     /// Direct sums for depthwise filters with SIMD vectors over the pixels of a channel. CPU.
     DirectPlane,
@@ -259,13 +265,14 @@ pub enum Conv2dAlgorithm {
     /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. For the filters of
     /// [`WinogradGemm`](Self::WinogradGemm). CUDA, compute capability 9.0.
     WinogradRow,
-    /// The convolution of cuDNN, for any spec whose tensors are dense and have the same layout. CUDA, with cuDNN
-    /// installed.
+    /// The convolution of cuDNN, for any spec whose x and y are dense and both NCHW or both channels-last. CUDA, with
+    /// cuDNN installed.
     Cudnn,
 }
 
 impl Conv2dAlgorithm {
-    /// The output tile of a Winograd algorithm.
+    /// The output tile of [`WinogradGemm`](Self::WinogradGemm) and [`WinogradFused`](Self::WinogradFused); `None` for
+    /// all other algorithms.
     pub const fn tile(self) -> Option<Tile> {
         use Conv2dAlgorithm::{WinogradFused, WinogradGemm};
         if let WinogradGemm(tile) | WinogradFused(tile) = self { Some(tile) } else { None }

@@ -9,7 +9,7 @@ fields! {
     ///
     /// | tensor | shape | type | strides |
     /// |---|---|---|---|
-    /// | `x`, `gate` | one shape of any rank | f32, f16 or bf16 | any, also 0 and negative |
+    /// | `x`, `gate` | the same shape, of at most 8 dimensions | f32, f16 or bf16 | any, also 0 and negative |
     /// | `y` | `x`'s | `x`'s | any without overlap |
     /// | `bias` | `[last dimension of x]` | f32 or `x`'s | any |
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,8 +41,8 @@ pub enum HalfMath {
     /// rounded result, also for large negative inputs, where GELU is almost zero.
     #[default]
     Float,
-    /// Computation in f16 or bf16 with instructions for pairs, on GPUs only, and only without bias and gate. The
-    /// absolute error is a few times the unit in the last place of 1. So results for large negative inputs, which are
+    /// Computation in f16 or bf16 with instructions for pairs, on GPUs only, and only without bias and gate. The error
+    /// is proportional to `x`: a few units in the last place of `x`. So results for large negative inputs, which are
     /// close to zero, lose all relative accuracy. It is not faster than `Float` if memory bandwidth is the limit.
     Native,
 }

@@ -1,4 +1,4 @@
-//! Compiled kernels on disk.
+//! The cache of compiled kernels on disk.
 
 use crate::{Device, Result, folder};
 use std::io::Write;

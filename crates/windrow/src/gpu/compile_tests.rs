@@ -1,4 +1,4 @@
-//! The compilers with which the tests of operators compile their kernels: NVRTC, and hiprtc for the architectures that
+//! Checks that kernels compile, for the tests of operators: with NVRTC, and with hiprtc for the architectures that
 //! `WINDROW_COMPILE_FOR` lists (such as `gfx942,gfx1100`).
 
 use super::KernelSpec;

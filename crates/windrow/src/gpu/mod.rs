@@ -1,12 +1,12 @@
 //! The code that GPU backends share: devices, streams, memory, graphs, kernels.
 //!
-//! A backend is an implementation of [`Runtime`], most of it a table of its driver's functions. Kernels are CUDA C++,
-//! in files beside the host code of each method, embedded in the binary. A [`KernelSpec`] names a source, an entry
-//! point and constants. [`Gpu::kernel`] returns the loaded kernel. If it is not loaded yet, it loads the image from the
-//! cache on disk or has the backend compile it. This happens when a plan is made; for gradients, when the plan first
-//! computes one. It may happen during a stream capture. A run does not synchronize and can be captured into a graph,
-//! unless it is compared with the oracle ([`Verify::On`](crate::Verify::On)). [`Plan`](crate::Plan) says when a run
-//! allocates memory.
+//! A backend is an implementation of [`Runtime`], most of it a table of its driver's functions. Kernels are written in
+//! CUDA C++. Their files lie beside the host code of each method, and are embedded in the binary. A [`KernelSpec`]
+//! names a source, an entry point and constants. [`Gpu::kernel`] returns the loaded kernel. If the kernel is not loaded
+//! yet, the function loads its image from the cache on disk, or has the backend compile it. A plan loads its kernels
+//! when it is made, and those of its gradients when it first computes one. This may happen during a stream capture. A
+//! run does not synchronize and can be captured into a graph, unless it is compared with the oracle
+//! ([`Verify::On`](crate::Verify::On)). [`Plan`](crate::Plan) says when a run allocates memory.
 
 #[cfg(feature = "hip")]
 mod block_product;

@@ -1,6 +1,6 @@
-//! Wrong values in index tensors on a GPU. The host cannot check such values without waiting for the GPU. So kernels
-//! skip their entries or hold the values in range, and report the first wrong one in pinned host memory. The host
-//! checks that memory whenever it waits, and before the next run with indices.
+//! Wrong values in index tensors on a GPU. The host cannot check such values without waiting for the GPU. So a kernel
+//! skips an entry with such a value or holds the value in range, and reports the first wrong value in pinned host
+//! memory. The host checks that memory whenever it waits, and before the next run with indices.
 
 use super::Gpu;
 use super::pinned::PinnedBuffer;

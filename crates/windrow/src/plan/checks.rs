@@ -15,7 +15,7 @@ pub(crate) struct Checks {
     len: usize,
 }
 
-/// The element type of a gradient.
+/// The element types that a gradient may have.
 #[derive(Clone, Copy)]
 pub(crate) enum Type {
     Exactly(DType),

@@ -1,4 +1,5 @@
-//! The traits that describe an operator. All code that is not specific to an operator is in [`Plan`](super::Plan).
+//! The traits that describe an operator. The part of a plan that is the same for all operators is in
+//! [`Plan`](super::Plan).
 
 use crate::cpu::{Isa, resolve_threads};
 
@@ -129,7 +130,7 @@ pub trait Configuration:
     fn check(&self, options: &PlanOptions) -> Result<()>;
 }
 
-/// The arguments for making an engine.
+/// The spec, options and target from which an [`Engine`] is made and its algorithm is chosen.
 pub struct Setup<'a, O: Operator, P> {
     /// The spec: what to compute.
     pub spec: &'a O::Spec,
@@ -209,7 +210,7 @@ pub trait Engine<O: Operator>: Sized {
         vec![O::Configuration::of(algorithm)]
     }
 
-    /// The configuration with all parameters that a plan with it would have.
+    /// The configuration with the parameters filled in that a plan would choose for those that are `None`.
     fn complete(
         setup: &Setup<'_, O, Self::Place>,
         configuration: &O::Configuration,
@@ -229,10 +230,11 @@ pub trait Tuned: Operator {
     /// The data that all runs of a search share in addition to their tensors, for example packed filters.
     type SearchData: Default;
 
-    /// The output.
+    /// The descriptor of the output.
     fn y(spec: &Self::Spec) -> &TensorDesc;
 
-    /// The spec that a search measures in place of `spec`: its tensors are dense.
+    /// The spec that a search measures in place of `spec`. Its tensors are dense, and a convolution's may have fewer
+    /// images on the CPU.
     fn plain(spec: &Self::Spec, options: &PlanOptions) -> Result<Self::Spec>;
 
     /// The key of a [`plain`](Self::plain) spec in the tuning tables: its types, sizes and options as text, and on the

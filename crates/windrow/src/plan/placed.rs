@@ -76,6 +76,9 @@ impl Placed {
     /// the workspace.
     ///
     /// # Errors
+    /// On a GPU: [`Error::Shape`](crate::Error::Shape) or [`Error::DType`](crate::Error::DType) if they differ,
+    /// [`Error::WrongDevice`](crate::Error::WrongDevice), [`Error::Unsupported`](crate::Error::Unsupported) if the
+    /// tensors have gaps, or if an address or the size is not a multiple of 16 bytes, and
     /// [`Error::Backend`](crate::Error::Backend).
     pub fn copy_from(
         &mut self,

@@ -26,7 +26,7 @@ use crate::{Device, PlanOptions, Result, TensorRef, Verify, Workspace};
 /// - With [`Verify::On`](crate::Verify::On), a run allocates what the comparison with the oracle needs.
 /// - With a [`FilterCache`](crate::FilterCache), a run allocates the packed filter if the cache does not have it yet.
 /// - On a GPU, the first run with index tensors allocates a record of some bytes, once per device, in which kernels
-///   report wrong indices. The first run of a gradient loads its kernels.
+///   report wrong indices. The first run of a gradient loads its kernels, which takes memory.
 #[derive(Clone, Debug)]
 pub struct Plan<O: Operator> {
     pub(crate) spec: O::Spec,
@@ -80,8 +80,8 @@ macro_rules! engine {
 pub(crate) use engine;
 
 impl<O: Operator> Plan<O> {
-    /// A plan whose configuration is chosen: [`PlanOptions::tuning`] says how. Only algorithms that the spec's accuracy
-    /// allows are considered.
+    /// A plan with the configuration that is chosen as [`PlanOptions::tuning`] says. Only algorithms that the spec's
+    /// accuracy allows are considered.
     ///
     /// # Errors
     /// For a wrong spec [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape),
@@ -100,7 +100,8 @@ impl<O: Operator> Plan<O> {
         Self::with_algorithm(spec, algorithm, options)
     }
 
-    /// The algorithm that [`Plan::new`] chooses. No kernels are compiled or loaded to find it.
+    /// The algorithm that [`Plan::new`] chooses. No kernels are compiled or loaded to find it, except with
+    /// [`Tuning::Search`](crate::Tuning::Search), which runs the candidates.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -226,8 +227,9 @@ impl<O: Operator> Plan<O> {
         self.check_inputs(args)
     }
 
-    /// Calls `run`. With [`Verify::On`] it also calls `before` and `checks`. `before` copies the inputs that the run
-    /// may overwrite, because the oracle needs them. `checks` compares the result with the oracle.
+    /// Calls `run`. With [`Verify::On`] it also calls `before` and `checks`. `before` is called before the run, and
+    /// takes from the inputs what the oracle needs and the run may overwrite. `checks` compares the result with the
+    /// oracle.
     pub(crate) fn verified<T, W>(
         &self,
         written: &mut W,
@@ -262,7 +264,7 @@ impl<O: Tuned> Plan<O> {
 
 #[cfg(feature = "tuning")]
 impl<O: Tuned> Plan<O> {
-    /// The configurations that [`Plan::tune`] measures, the cost model's choice first.
+    /// The candidates of [`Plan::tune`], the cost model's choice first.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -271,8 +273,9 @@ impl<O: Tuned> Plan<O> {
     }
 
     /// Measures the configurations on tensors that it makes, compares the result of the fastest one with the oracle,
-    /// and saves that configuration for plans with [`Tuning::Cached`](crate::Tuning::Cached). The tensors are dense,
-    /// with their dimensions in the spec's order.
+    /// and saves that configuration for plans with [`Tuning::Cached`](crate::Tuning::Cached). The tensors are dense;
+    /// the order of their dimensions in memory is that of the spec's strides. On the CPU, a convolution of a large
+    /// batch is measured with fewer images.
     ///
     /// # Errors
     /// As [`Plan::new`], and the errors of a run of the cost model's choice.
@@ -309,7 +312,7 @@ impl<O: Tuned> Plan<O> {
     /// Compares as [`Plan::compare`] does, but only the first `count` and the last `count` slices of `y`, for results
     /// that are too large for the oracle. A slice is an output channel, for GELU an entry of the first dimension. Of a
     /// batch of images, the first channels of the first image and the last channels of the last one are compared, or
-    /// all channels of both if the convolution has groups.
+    /// all channels of both if the convolution has groups. If the filter is packed or cached, all of `y` is compared.
     ///
     /// # Errors
     /// As [`Plan::compare`].

@@ -37,9 +37,11 @@ setters! {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Weights<'a> {
-    /// [k, c/groups, r, s] with the spec's type and strides; packed into the workspace on every run.
+    /// A filter [k, c/groups, r, s] with the spec's type and strides. Each run packs it into the workspace, unless the
+    /// kernels of a GPU can read it in place.
     Raw(TensorRef<'a>),
-    /// Packed once by [`Conv2dPlan::pack_weights`](crate::Conv2dPlan::pack_weights).
+    /// A filter that [`Conv2dPlan::pack_weights`](crate::Conv2dPlan::pack_weights) has packed: converted to the form
+    /// that the kernels read.
     Packed(&'a PackedWeights),
     /// A filter as in `Raw`. Its packed form is kept in the cache, and is made again if the content of the filter has
     /// changed.
@@ -58,7 +60,7 @@ impl<'a> From<&'a PackedWeights> for Weights<'a> {
     }
 }
 
-/// The filter's elements; `None` for a packed filter that was made without [`Verify::On`](crate::Verify::On).
+/// The filter's elements; `None` for a filter that was packed by a plan without [`Verify::On`](crate::Verify::On).
 pub(in crate::conv2d) fn filter<'a>(w: &Weights<'a>) -> Result<Option<Cow<'a, [f64]>>> {
     match w {
         Weights::Raw(w) | Weights::Cached(w, _) => Ok(Some(w.to_f64_vec()?.into())),

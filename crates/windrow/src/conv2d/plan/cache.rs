@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// type in use needs one.
 const MAX_FORMS: usize = 8;
 
-/// A cache of the packed forms of a filter, kept from run to run, for [`Weights::Cached`](super::Weights::Cached).
+/// A cache of the packed forms of a filter, for [`Weights::Cached`](super::Weights::Cached). A *packed form* is the
+/// filter in the form that the kernels of a plan read. The cache keeps it from run to run.
 ///
-/// A packed form is valid as long as the filter has the content that was packed. So a change is noticed whatever made
-/// it, and the filter may move in memory. Unless the filter is frozen ([`FilterCache::set_frozen`]), each run compares
-/// it with its packed form:
+/// A packed form belongs to the content of the filter, not to its address, so the filter may move in memory. Unless the
+/// filter is frozen ([`FilterCache::set_frozen`]), each run checks whether the content has changed:
 ///
 /// - On the CPU, the run computes a checksum of the filter (128 bits, XXH3) on the plan's threads, and packs the filter
 ///   if the checksum differs from that of the packed form.
@@ -72,7 +72,7 @@ struct CachedForm {
     /// The layout and type of the filter from which the checksum was computed.
     source: TensorDesc,
     sum: u128,
-    /// True if the filter is frozen and was compared with this form since: it needs no further comparison.
+    /// True if the filter is frozen and has been compared with this form since then: it needs no further comparison.
     trusted: bool,
     packed: Arc<PackedWeights>,
 }
@@ -83,7 +83,7 @@ impl FilterCache {
         Self::default()
     }
 
-    /// Says whether the filter is frozen. With `true` the caller promises that the filter does not change until
+    /// Sets whether the filter is frozen. With `true` the caller promises that the filter does not change until
     /// `set_frozen(false)`. Each packed form is then compared with the filter only once more, and later runs do not
     /// read the filter.
     pub fn set_frozen(&self, frozen: bool) {

@@ -5,14 +5,14 @@ use crate::cpu::{SendPtr, parallel_for};
 use crate::tensor::for_each_offset;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
-/// The bytes in one parallel task: so many that reading them takes longer than starting the task.
+/// The number of bytes in one parallel task: so many that reading them takes longer than starting the task.
 const PART: usize = 128 << 10;
 /// The largest number of parts. Their checksums are in an array on the stack.
 const MAX_PARTS: usize = 64;
 
-/// The 128-bit XXH3 checksum of the elements of a tensor in host memory: in the order of memory, or if the tensor has
-/// gaps or shared elements, in row-major order. It does not depend on the number of threads. Tensors with equal
-/// descriptors and equal checksums are taken to be equal.
+/// A 128-bit checksum, made with XXH3, of the elements of a tensor in host memory. It is formed in the order of memory
+/// or, if the tensor has gaps or shared elements, in row-major order. It does not depend on the number of threads.
+/// Tensors with equal descriptors and equal checksums are taken to be equal.
 pub(super) fn checksum(x: &TensorRef<'_>, threads: usize) -> u128 {
     let Some((low, high)) = x.address_range() else { return 0 };
     if !x.layout().is_unique() || high - low != x.desc().bytes() {

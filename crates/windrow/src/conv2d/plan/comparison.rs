@@ -1,5 +1,6 @@
-//! The comparison of a plan's results, and of the stages that lead to them, with the oracle. The *scale* of an element
-//! is the sum of the magnitudes of its terms; allowed errors are relative to it.
+//! The comparison of a plan's results with the oracle, and that of intermediate results: the im2col matrix and the
+//! stages of Winograd's algorithms. The *scale* of an element is the sum of the magnitudes of its terms; allowed errors
+//! are relative to it.
 
 use super::{Conv2dArgs, Conv2dPlan, Cpu, Weights, filter};
 use crate::conv2d::winograd_reference::Stages;
@@ -40,8 +41,8 @@ impl Conv2dPlan {
         self.widened(want, part, &x, w)
     }
 
-    /// The oracle's result `want` for `part`. If the plan uses one of Winograd's algorithms, the scales are raised to
-    /// those of its tiles.
+    /// The oracle's result `want` for `part`. If the plan uses one of Winograd's algorithms, the scale of each
+    /// element's output tile is added to the element's scale.
     pub(in crate::conv2d) fn widened(
         &self,
         want: Expected,
@@ -88,9 +89,9 @@ impl Conv2dPlan {
         engine!(self, engine => engine.winograd_stages(w, x))
     }
 
-    /// The errors of the transformed filter U and the transformed input V that underflow adds to the tolerances. That
-    /// of U is relative to the largest magnitude of an output channel's filter, that of V to the largest magnitude of
-    /// an image.
+    /// The errors by underflow of the transformed filter U and of the transformed input V, which are allowed in
+    /// addition to the tolerances. That of U is relative to the largest magnitude of an output channel's filter, that
+    /// of V to the largest magnitude of an image.
     pub(crate) fn stage_underflows(&self) -> [f64; 2] {
         match &self.backend {
             Backend::Cpu(_) => [0.0; 2],
@@ -98,7 +99,8 @@ impl Conv2dPlan {
         }
     }
 
-    /// The allowed errors of elements of U, V and M, relative to their scale.
+    /// The allowed errors of elements of the transformed filter U, the transformed input V and their products M,
+    /// relative to their scale.
     pub(crate) fn stage_tolerances(&self, tile: Tile) -> [f64; 3] {
         // Two transforms in a row, each of up to alpha products with a rounded coefficient, and sums.
         let transforms = (4 * tile.alpha()) as f64 * DType::F32.unit_roundoff();

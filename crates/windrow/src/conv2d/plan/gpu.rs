@@ -185,7 +185,7 @@ impl Gpu {
         self.prepared.winograd_stages(self.gpu, w, x)
     }
 
-    /// The tolerances as in [`Cpu::stage_tolerances`](super::Cpu::stage_tolerances).
+    /// The tolerances of U, V and M, as in [`Cpu::stage_tolerances`](super::Cpu::stage_tolerances).
     pub(super) fn stage_tolerances(&self, transforms: f64, sums: f64) -> [f64; 3] {
         let (stored, multiplied) = self.prepared.operand_roundings();
         let m = 2.0 * (sums + transforms + multiplied);

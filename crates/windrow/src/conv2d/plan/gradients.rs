@@ -10,7 +10,7 @@ use crate::verification::Expected;
 use crate::{Activation, Error, Result, TensorMut, TensorRef, Workspace};
 
 impl Conv2dPlan {
-    /// The bytes of workspace that are enough for each of the three gradients.
+    /// The bytes of workspace that are enough for any one of the three gradients: of x, the filter and the bias.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], and on a GPU [`Error::Backend`], because the first call prepares the gradients.

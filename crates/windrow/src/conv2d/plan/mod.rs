@@ -100,15 +100,15 @@ fn explained(plan: &Conv2dPlan, place: &str, blocking: &str) -> String {
 }
 
 impl Conv2dPlan {
-    /// The bytes of workspace that [`Conv2dPlan::run`] needs if the filter is packed already ([`Weights::Packed`] or
-    /// [`Weights::Cached`]).
+    /// The bytes of workspace that [`Conv2dPlan::run`] needs if the packed filter has memory of its own
+    /// ([`Weights::Packed`] or [`Weights::Cached`]).
     pub fn packed_workspace_bytes(&self) -> usize {
         engine!(self, engine => engine.scratch_bytes())
     }
 
     /// The bytes of workspace that [`Conv2dPlan::run`] needs for this x and these weights: at most
-    /// [`Conv2dPlan::workspace_bytes`]. They are fewer with a packed or cached filter. On a GPU they are also fewer if
-    /// the kernels can read x in place, which depends on its strides and its address.
+    /// [`Conv2dPlan::workspace_bytes`]. With a packed or cached filter, none are needed for the packed filter. On a
+    /// GPU, fewer are needed if the kernels can read x in place, which depends on its strides and its address.
     pub fn workspace_bytes_for(&self, x: &TensorRef<'_>, weights: &Weights<'_>) -> usize {
         let packed = engine!(self, engine => engine.scratch_bytes_for(x));
         match weights {

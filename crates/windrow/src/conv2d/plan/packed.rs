@@ -33,12 +33,12 @@ pub(super) enum PackedForm {
 /// A packed filter: a filter in the form that an algorithm reads. [`Conv2dPlan::pack_weights`] makes it once for any
 /// number of runs.
 ///
-/// Another plan on the same device can use it if [`Conv2dPlan::accepts`] is true: it needs the same algorithm, filter
-/// shape, number of groups and packed layout, and on a GPU the same element type. Batch, image size and padding may
-/// differ, and on the CPU also the element type.
+/// Another plan on the same device can use it if [`Conv2dPlan::accepts`] is true. For that, the two plans must have the
+/// same algorithm, filter shape, number of groups and packed layout, and on a GPU the same element type. Batch, image
+/// size and padding may differ, and on the CPU also the element type.
 ///
-/// On a GPU, dropping it does not wait. Its memory is freed after the runs that use it and were enqueued before. A
-/// graph that captured such a run keeps the memory.
+/// On a GPU, dropping it does not wait. Its memory is freed after the enqueued runs that use it. A graph that captured
+/// such a run keeps the memory.
 #[derive(Debug)]
 pub struct PackedWeights {
     pub(super) packing: Packing,
@@ -117,8 +117,8 @@ impl Conv2dPlan {
         Ok(PackedWeights { packing: self.packing(), data, source })
     }
 
-    /// True if this plan can use `packed`: it was packed for this plan, or for one with the same algorithm, filter
-    /// shape, groups and packed layout (see [`PackedWeights`]).
+    /// True if `packed` has the form that this plan reads (see [`PackedWeights`]). A run also checks that it is on the
+    /// plan's device.
     pub fn accepts(&self, packed: &PackedWeights) -> bool {
         packed.packing == self.packing()
     }

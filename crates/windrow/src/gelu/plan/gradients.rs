@@ -7,12 +7,12 @@ use crate::verification::Check;
 use crate::{Error, Result, TensorRef, Workspace};
 
 impl GeluPlan {
-    /// Computes the gradients in `grads` from `dy`, the gradient of the output (shape and type of `y`, any strides).
-    /// The gradients must not share memory with inputs or with each other.
+    /// Computes the gradients that `grads` holds as `Some`, from `dy`, the gradient of the output (shape and type of
+    /// `y`, any strides). The gradients must not share memory with inputs or with each other.
     ///
     /// # Errors
-    /// As [`GeluPlan::run`], and [`Error::Unsupported`] if the gradient of an input is requested that the spec does not
-    /// have.
+    /// As [`GeluPlan::run`], and [`Error::Unsupported`] if the gradient of a bias or a gate is requested and the spec
+    /// has none.
     pub fn backward(
         &self,
         args: &GeluArgs<'_>,

@@ -1,4 +1,4 @@
-//! The fastest of the library's kernels for a convolution, by measurement.
+//! The choice of the fastest of cuDNN's kernels for a convolution, by measurement.
 
 use super::{Convolution, ConvolutionSpec};
 use crate::gpu::kernel::OnceEach;
