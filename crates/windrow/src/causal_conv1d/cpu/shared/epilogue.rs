@@ -6,7 +6,7 @@
 //! operations and no division; the others are not.
 
 use crate::cpu::math::activate;
-use crate::cpu::{Simd, SimdElement};
+use crate::cpu::{Simd, SimdElement, seldom};
 use crate::{Activation, DType};
 use std::f32::consts::LOG2_E;
 
@@ -22,16 +22,26 @@ pub(crate) fn epilogue<S: Simd, T: SimdElement>(s: S, activation: Activation, x:
 /// SiLU of `x`, to be rounded to `T`.
 #[inline(always)]
 pub(crate) fn silu<S: Simd, T: SimdElement>(s: S, x: S::F32) -> S::F32 {
+    if T::DTYPE == DType::F16 {
+        // What is smaller than SiLU of -87 is 0 in f16.
+        return quotient::<S, T, false>(s, s.max(s.splat(-87.0), x));
+    }
+    // Numbers below -87 are rare, and their arithmetic would cost AVX2 a fifth of the operator's time.
+    if s.any(s.lt(x, s.splat(-87.0))) {
+        seldom();
+        return quotient::<S, T, true>(s, s.max(s.splat(-109.0), x));
+    }
+    quotient::<S, T, false>(s, x)
+}
+
+/// `x / (1 + exp(-x))` for `x >= -87`, with `TAIL` for `x >= -109`, where it is -0. NaN stays NaN.
+#[inline(always)]
+fn quotient<S: Simd, T: SimdElement, const TAIL: bool>(s: S, x: S::F32) -> S::F32 {
     if T::DTYPE.is_half() {
-        let (x, d) = if T::DTYPE == DType::F16 {
-            // What is smaller than SiLU of -87 is 0 in f16.
-            numerator_and_denominator::<S, 5, false>(s, x, EXP2_HALF)
-        } else {
-            numerator_and_denominator::<S, 5, true>(s, x, EXP2_HALF)
-        };
+        let (x, d) = numerator_and_denominator::<S, 5, TAIL>(s, x, EXP2_HALF);
         return s.mul(x, s.recip14(d));
     }
-    let (x, d) = numerator_and_denominator::<S, 6, true>(s, x, EXP2);
+    let (x, d) = numerator_and_denominator::<S, 6, TAIL>(s, x, EXP2);
     let recip = s.recip14(d);
     // A step of Newton's method, on the reciprocal: on the quotient it would make NaN of infinity.
     let error = s.neg_mul_add(d, recip, s.splat(1.0));
@@ -48,8 +58,8 @@ const EXP2: [f32; 6] = [1.0000001, 0.69314694, 0.24022119, 0.055507135, 0.009675
 #[allow(clippy::excessive_precision)] // as above
 const EXP2_HALF: [f32; 5] = [0.99999926, 0.6931218, 0.24024744, 0.05591786, 0.009570102];
 
-/// `x` and `1 + exp(-x)`. Below -87, where the denominator would become infinite, both are multiplied by 2^-32
-/// if `TAIL`: from -109 on the quotient is -0. Else SiLU stays what it is at -87.
+/// `x` and `1 + exp(-x)`. If `TAIL`, both are multiplied by 2^-32 below -87, where the denominator would become
+/// infinite.
 #[inline(always)]
 fn numerator_and_denominator<S: Simd, const N: usize, const TAIL: bool>(
     s: S,
@@ -59,8 +69,6 @@ fn numerator_and_denominator<S: Simd, const N: usize, const TAIL: bool>(
     /// Adding this to a number of magnitude below 2^22 rounds it to an integer, which is then in the
     /// low bits.
     const MAGIC: f32 = 12_582_912.0;
-    // NaN stays NaN in both.
-    let x = s.max(s.splat(if TAIL { -109.0 } else { -87.0 }), x);
     let a = s.min(s.splat(87.0), x);
     let (numerator, rounder) = if TAIL {
         let far = s.lt(x, s.splat(-87.0));

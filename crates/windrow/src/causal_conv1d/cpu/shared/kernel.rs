@@ -20,11 +20,10 @@ pub(crate) struct Sum {
 }
 
 impl Sum {
-    /// True if the activation is SiLU, and the sum with SiLU as a constant. Loops of this constant hold SiLU's constants
-    /// in registers; Mamba's layers have it.
+    /// True if the activation is SiLU, as in Mamba's layers. Loops of their own hold SiLU's constants in registers.
     #[inline(always)]
-    fn with_silu(self) -> (bool, Self) {
-        (self.activation == Activation::Silu, Sum { activation: Activation::Silu, ..self })
+    fn is_silu(self) -> bool {
+        self.activation == Activation::Silu
     }
 }
 
@@ -75,19 +74,24 @@ unsafe fn load_parameters<S: Simd, T: SimdElement, const V: usize>(
     }
 }
 
-/// Stores the activation of `v`, around the cache if asked to and the address allows it.
+/// Stores the activation of `v`, around the cache if asked to and the address allows it. `SILU`: it is SiLU.
 ///
 /// # Safety
 /// `V * LANES` elements are writable at `y`.
 #[inline(always)]
-unsafe fn store<S: Simd, T: SimdElement, const V: usize>(
+unsafe fn store<S: Simd, T: SimdElement, const V: usize, const SILU: bool>(
     s: S,
     sum: Sum,
     y: *mut T,
     mut v: [S::F32; V],
 ) {
-    use Activation::{Identity, Relu, Relu6, Silu};
-    if !matches!(sum.activation, Identity | Relu | Relu6 | Silu) {
+    use Activation::{Identity, Relu, Relu6};
+    debug_assert_eq!(SILU, sum.is_silu());
+    if SILU {
+        for v in &mut v {
+            *v = silu::<S, T>(s, *v);
+        }
+    } else if !matches!(sum.activation, Identity | Relu | Relu6) {
         // No model has it here.
         seldom();
         let mut lanes = [0f32; 2 * MAX_LANES];
@@ -106,7 +110,6 @@ unsafe fn store<S: Simd, T: SimdElement, const V: usize>(
             *v = match sum.activation {
                 Relu => activate(s, Relu, *v),
                 Relu6 => activate(s, Relu6, *v),
-                Silu => silu::<S, T>(s, *v),
                 _ => *v,
             };
         }
@@ -168,18 +171,17 @@ impl<T: SimdElement, const W: usize> Kernel for AlongTokens<'_, T, W> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let AlongTokens { sum, x, y, n, channels, staged } = self;
-        let (is_silu, silu) = sum.with_silu();
         for c in 0..channels {
             let x = x.0.wrapping_offset(c as isize * x.1);
             let y = y.0.wrapping_offset(c as isize * y.1);
             let staged = &staged.from(c);
             // SAFETY: promised by the caller; `n` is at least that many vectors.
             unsafe {
-                match (vectors::<S, T>(n), is_silu) {
-                    (2, true) => along_tokens_by::<S, T, W, 2>(s, silu, x, y, n, staged),
-                    (2, false) => along_tokens_by::<S, T, W, 2>(s, sum, x, y, n, staged),
-                    (_, true) => along_tokens_by::<S, T, W, 1>(s, silu, x, y, n, staged),
-                    (_, false) => along_tokens_by::<S, T, W, 1>(s, sum, x, y, n, staged),
+                match (vectors::<S, T>(n), sum.is_silu()) {
+                    (2, true) => along_tokens_by::<S, T, W, 2, true>(s, sum, x, y, n, staged),
+                    (2, false) => along_tokens_by::<S, T, W, 2, false>(s, sum, x, y, n, staged),
+                    (_, true) => along_tokens_by::<S, T, W, 1, true>(s, sum, x, y, n, staged),
+                    (_, false) => along_tokens_by::<S, T, W, 1, false>(s, sum, x, y, n, staged),
                 }
             }
         }
@@ -188,7 +190,13 @@ impl<T: SimdElement, const W: usize> Kernel for AlongTokens<'_, T, W> {
 
 /// `V` vectors of a channel at once.
 #[inline(always)]
-unsafe fn along_tokens_by<S: Simd, T: SimdElement, const W: usize, const V: usize>(
+unsafe fn along_tokens_by<
+    S: Simd,
+    T: SimdElement,
+    const W: usize,
+    const V: usize,
+    const SILU: bool,
+>(
     s: S,
     sum: Sum,
     x: *const T,
@@ -218,7 +226,7 @@ unsafe fn along_tokens_by<S: Simd, T: SimdElement, const W: usize, const V: usiz
                     *sum = s.mul_add(tap, x[v], *sum);
                 }
             }
-            store(s, sum, y.add(i), sums);
+            store::<S, T, V, SILU>(s, sum, y.add(i), sums);
             if i + step >= n {
                 break;
             }
@@ -263,14 +271,17 @@ impl<T: SimdElement, const W: usize, const N: usize> Kernel for AlongChannels<'_
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let AlongChannels { sum, x, y, shape, staged } = self;
-        let (is_silu, silu) = sum.with_silu();
         // SAFETY: promised by the caller; there are at least that many vectors of channels.
         unsafe {
-            match (vectors::<S, T>(shape.1), is_silu) {
-                (2, true) => along_channels_by::<S, T, W, N, 2>(s, silu, x, y, shape, staged),
-                (2, false) => along_channels_by::<S, T, W, N, 2>(s, sum, x, y, shape, staged),
-                (_, true) => along_channels_by::<S, T, W, N, 1>(s, silu, x, y, shape, staged),
-                (_, false) => along_channels_by::<S, T, W, N, 1>(s, sum, x, y, shape, staged),
+            match (vectors::<S, T>(shape.1), sum.is_silu()) {
+                (2, true) => along_channels_by::<S, T, W, N, 2, true>(s, sum, x, y, shape, staged),
+                (2, false) => {
+                    along_channels_by::<S, T, W, N, 2, false>(s, sum, x, y, shape, staged)
+                }
+                (_, true) => along_channels_by::<S, T, W, N, 1, true>(s, sum, x, y, shape, staged),
+                (_, false) => {
+                    along_channels_by::<S, T, W, N, 1, false>(s, sum, x, y, shape, staged)
+                }
             }
         }
     }
@@ -284,6 +295,7 @@ unsafe fn along_channels_by<
     const W: usize,
     const N: usize,
     const V: usize,
+    const SILU: bool,
 >(
     s: S,
     sum: Sum,
@@ -315,7 +327,7 @@ unsafe fn along_channels_by<
                     }
                 }
                 for (i, sums) in sums.into_iter().enumerate() {
-                    store(s, sum, y.offset(i as isize * y_token).add(c), sums);
+                    store::<S, T, V, SILU>(s, sum, y.offset(i as isize * y_token).add(c), sums);
                 }
                 if c + step >= channels {
                     break;
@@ -439,7 +451,10 @@ unsafe fn next_token_by<S: Simd, T: SimdElement, const W: usize, const V: usize>
                 std::ptr::copy(token(k), to, V * S::LANES);
             }
         }
-        store(s, sum, step.y.add(c), sums);
+        match sum.is_silu() {
+            true => store::<S, T, V, true>(s, sum, step.y.add(c), sums),
+            false => store::<S, T, V, false>(s, sum, step.y.add(c), sums),
+        }
     }
 }
 
