@@ -25,7 +25,7 @@ pub(crate) struct Described<'py> {
     residual: bool,
     named: Named<'py>,
     is_kept: bool,
-    /// No plan is made if the planner chooses one of these algorithms.
+    /// No plan is made if the cost model chooses one of these algorithms.
     unless: Vec<String>,
     /// If the packed filter has more bytes than this, the plan that packs on each call is made, too.
     much: Option<usize>,
@@ -63,7 +63,7 @@ impl Task {
         Ok(Task { key, device, unless: described.unless, much: described.much })
     }
 
-    /// Makes the plan. `None` if it was made before, or if the planner chooses an algorithm that needs none.
+    /// Makes the plan. `None` if it was made before, or if the cost model chooses an algorithm that needs none.
     fn make(&self) -> windrow::Result<Option<Conv2dPlan>> {
         let (spec, _, filter, memory) = &self.key;
         let options = PlanOptions::default().with_device(self.device);

@@ -23,13 +23,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def prepared(monkeypatch):
     """What is prepared, and the plans that there are then. The CPU is taken for a device whose kernels are compiled."""

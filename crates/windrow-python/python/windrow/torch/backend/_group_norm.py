@@ -11,6 +11,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
+from windrow.torch._group_norm import is_channels_last
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._convolutions import VIEWS, called
 
@@ -64,6 +65,5 @@ def _grouped_image(node: fx.Node) -> fx.Node | None:
     n, c, h, w = given.shape
     if [*of.shape[::3]] != [n, h * w] or of.shape[1] * of.shape[2] != c or of.shape[2] == 1 or h * w == 1:
         return None
-    is_last = given.is_contiguous(memory_format=torch.channels_last) and not given.is_contiguous()
     reads = all(user.target is operator.getitem for user in node.users)
-    return image if is_last and reads else None
+    return image if is_channels_last(given) and reads else None

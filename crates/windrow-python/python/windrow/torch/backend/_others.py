@@ -1,10 +1,9 @@
 """The pass for graphs whose operators run one by one: GELU and group normalisations of large images by Windrow."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from windrow.torch._gelu import gelu_of_any
 from windrow.torch._group_norm import group_norm, group_norm_in_channels_last, pays, pays_in_channels_last
@@ -18,35 +17,38 @@ _aten = torch.ops.aten
 
 def others_to_windrows(graph: fx.Graph, report: Report | None) -> None:
     """Replaces calls of PyTorch's operators by calls of functions that compute the same."""
+    norms = {node for node in graph.nodes if node.target is _aten.native_group_norm.default and _may_be_ours(node)}
+    in_last = {node for node in norms if pays_in_channels_last(value(node.args[0]), node.args[-2])}
+    if in_last and not keep_results(graph):
+        in_last.clear()
     for node in [*graph.nodes]:
         if node.target is _aten.gelu.default:
             if value(node).dtype in TYPES and value(node).device.type in ("cpu", "cuda"):
                 _replace(graph, node, gelu_of_any, (node.args[0], node.kwargs.get("approximate", "none")), node)
                 if report is not None:
                     report.fused(name_of(node), "gelu")
-        elif node.target is _aten.native_group_norm.default and (norm := _norm(node)) is not None:
+        elif node in norms:
             x, weight, bias, *_, groups, eps = node.args
             (result,) = node.users
+            is_last = node in in_last
+            if not is_last and not (value(result).is_contiguous() and pays(value(x), groups)):
+                continue
+            norm = group_norm_in_channels_last if is_last else group_norm
             _replace(graph, result, norm, (x, groups, weight, bias, eps), node)
             graph.erase_node(node)
             if report is not None:
                 report.fused(name_of(node), "group_norm")
 
 
-def _norm(node: fx.Node) -> Callable[..., Tensor] | None:
-    """The function that computes a group normalisation faster than PyTorch's operator."""
-    x, weight, bias, *sizes, groups, _ = node.args
+def _may_be_ours(node: fx.Node) -> bool:
+    """True for a group normalisation of known sizes whose statistics nobody reads."""
+    x, weight, bias, *sizes, _, _ = node.args
     image = value(x)
     if len(node.users) != 1 or not all(isinstance(n, int) for n in (*sizes, *image.shape)):
-        return None
+        return False
     (result,) = node.users
     likes: list[Any] = [value(t) for t in (weight, bias) if t is not None]
-    is_of_types = all(like.dtype in (image.dtype, torch.float32) for like in likes)
-    if result.args[1] != 0 or not is_of_types:
-        return None
-    if pays_in_channels_last(image, groups) and keep_results(node.graph):  # type: ignore[arg-type]
-        return group_norm_in_channels_last
-    return group_norm if value(result).is_contiguous() and pays(image, groups) else None  # type: ignore[arg-type]
+    return result.args[1] == 0 and all(like.dtype in (image.dtype, torch.float32) for like in likes)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, function: Any, args: tuple[Any, ...], named: fx.Node) -> None:
