@@ -24,8 +24,8 @@ _GROUPS = 2
 # reciprocal of how many elements they have, which is exact for those only (else up to 6e-7 for 2e-7 in f32, of means of ten
 # times the deviation).
 _PART = 1 << 12
-# The least numbers of an image in channels-last that is normalised where it lies: an estimate, which no record measures,
-# of when copies take longer than the launches for each image.
+# The fewest elements of an image in channels-last that is normalised without a copy. It is an estimate of when copies take
+# longer than the launches for each image; no record measures it.
 _LARGE_IMAGE = 1 << 20
 # The parts for each multiprocessor: those that a block sums, and those that it normalises.
 _SUMMED, _NORMALISED = 16, 16
@@ -89,8 +89,8 @@ def pays_in_channels_last(x: Tensor, groups: int) -> bool:
 def group_norm_in_channels_last(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """The normalisation of an image in channels-last, with a result in channels-last. PyTorch's operator copies the image
-    into row-major order. Here each channel is summed over the pixels, and groups are put together from their channels.
+    """The normalisation of images in channels-last, with a result in channels-last. PyTorch's operator copies them into
+    row-major order. Here each channel is summed over the pixels, and groups are put together from their channels.
     Other images are PyTorch's operator's."""
     if not pays_in_channels_last(x, groups):
         return torch.group_norm(x, groups, weight, bias, eps)
