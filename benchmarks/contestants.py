@@ -55,6 +55,7 @@ def original(network: Network, mode: Mode, device: torch.device) -> nn.Module:
 PYTORCH, COMPILED, PATCHED, OPTIMIZED = "pytorch", "compiled", "windrow", "optimized"
 # PyTorch's modules compiled with `backend="windrow"`, with Inductor for the rest and without it.
 BACKEND, BACKEND_EAGER = "backend", "backend, eager"
+COMPILERS = [COMPILED, BACKEND, BACKEND_EAGER]
 
 
 def sides(kind: str, others: Iterable[str] = ()) -> list[str]:

@@ -22,6 +22,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -187,8 +188,7 @@ def computed_by(device: torch.device, before: set[str]) -> dict[str, dict[str, i
 
 def measured(name: str, case: Case, options: argparse.Namespace, exact: dict) -> dict[str, Any]:
     """Times, who computed convolutions, and of a network's first batch errors."""
-    compiled = [contestants.COMPILED, contestants.BACKEND, contestants.BACKEND_EAGER]
-    others = compiled if options.compile and case.first else []
+    others = contestants.COMPILERS if options.compile and case.first else []
     before = {decision.problem for decision in windrow.torch.decisions()}
     times, results = timed(case, options.seconds, others)
     found = {"ms": times, "computed_by": computed_by(case.device, before)}
@@ -197,21 +197,31 @@ def measured(name: str, case: Case, options: argparse.Namespace, exact: dict) ->
     return found | {"error": case.gradient_errors(exact) if case.kind == "train" else case.result_errors(results, exact)}
 
 
-def peaks(measured: dict[str, Case], deadline: float) -> dict[str, dict[str, int]]:
+def peaks(measured: dict[str, Case], others: Iterable[str], deadline: float) -> dict[str, dict[str, int]]:
     """Peak memory of the sides of each network's first batch, each in a process of its own; none begins after the deadline."""
-    jobs = [(t, c, side) for t, c in measured.items() if c.first for side in contestants.sides(c.kind)]
+    others = [*others]
+    jobs = [(t, c, side) for t, c in measured.items() if c.first for side in contestants.sides(c.kind, others)]
     on_cuda = any(case.device.type == "cuda" for case in measured.values())
     found: dict[str, dict[str, int]] = {}
 
     def peak(title: str, case: Case, side: str) -> int | None:
         if time.perf_counter() > deadline:
             return None
-        return memory.peak(case.device, title, side, case.kind)
+        try:
+            return memory.peak(case.device, title, side, case.kind)
+        except subprocess.CalledProcessError:
+            return None
 
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2) if on_cuda else 1) as pool:
-        for (title, _, side), size in zip(jobs, pool.map(lambda job: peak(*job), jobs), strict=True):
-            if size is not None:
-                found.setdefault(title, {})[side] = size
+    def look(jobs: list[tuple[str, Case, str]], processes: int) -> list[tuple[str, Case, str]]:
+        """The jobs without a result."""
+        with ThreadPoolExecutor(processes) as pool:
+            for (title, _, side), size in zip(jobs, pool.map(lambda job: peak(*job), jobs), strict=True):
+                if size is not None:
+                    found.setdefault(title, {})[side] = size
+        return [job for job in jobs if job[2] not in found.get(job[0], {})]
+
+    # Trials of cuDNN's algorithms may take a device's whole memory. Then each process runs alone.
+    look(look(jobs, max(1, (os.cpu_count() or 1) // 4) if on_cuda else 1), 1)
     return found
 
 
@@ -265,7 +275,7 @@ def table(record: dict[str, Any]) -> str:
     lines += ["", "Times in ms; `x`: PyTorch's time beside it, as of `compiled` by torch.compile."]
     lines += ["`backend`: by torch.compile with `backend=\"windrow\"`; `its eager`: with `rest=\"eager\"`, too."]
     lines += ["`error`: PyTorch's and that of the patched network; `memory`, `err. x`: of the patched and the optimized"]
-    lines += ["network, and of the backend if it was measured, beside PyTorch's."]
+    lines += ["network, and of the backend and torch.compile if these were measured, beside PyTorch's."]
     for kind, title in TITLES.items():
         rows = {n: c for n, c in record["cases"].items() if kind in c.get("ms", {})}
         if rows:
@@ -289,9 +299,9 @@ def row(name: str, case: dict[str, Any], kind: str) -> tuple[str, ...]:
     times_as_fast = lambda side: f"{ms['pytorch'] / ms[side]:.2f}" if side in ms else "-"
 
     def beside(values: dict[str, float] | None) -> str:
-        if not values or not values["pytorch"]:
+        if not values or not values.get("pytorch"):
             return "-"
-        others = [side for side in ("windrow", "optimized", "backend") if side in values]
+        others = [side for side in ("windrow", "optimized", "backend", "compiled") if side in values]
         return ", ".join(f"{values[side] / values['pytorch']:.2f}" for side in others)
 
     error = case.get("error")
@@ -344,7 +354,8 @@ def main() -> int:
         write()
         gc.collect()
     torch.cuda.empty_cache()
-    for name, sizes in peaks(done, start + options.budget).items():
+    others = contestants.COMPILERS if options.compile else []
+    for name, sizes in peaks(done, others, start + options.budget).items():
         record["cases"][key_of(name, done[name])]["peak_bytes"] = sizes
     write()
     print(table(record), end="")
