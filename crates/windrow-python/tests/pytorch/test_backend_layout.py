@@ -96,6 +96,31 @@ def test_no_operator_copies_its_image(kind, is_last, given, times):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+class Writing(nn.Module):
+    """A convolution of an image that is overwritten afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        x[:, :2].mul_(0.5)
+        return y
+
+
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_an_image_that_the_graph_overwrites(rest, runs_uncompiled):
+    model = Writing().requires_grad_(False)
+    image = torch.randn(2, 3, 9, 10)
+    ours, theirs = image.clone(), image.clone()
+    fast = torch.compile(model, backend=windrow, options={"rest": rest, "accuracy": "exact", "check": False})
+    with torch.no_grad():
+        torch.testing.assert_close(fast(ours), model(theirs), rtol=1e-4, atol=1e-5)
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, image)
+
+
 @pytest.mark.parametrize("factor", [OURS, THEIRS])
 def test_transposed_convolutions_are_left_where_pytorch_is_faster(factor, times, targets, runs_uncompiled):
     times(factor)

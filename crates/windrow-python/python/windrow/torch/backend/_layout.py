@@ -36,7 +36,10 @@ def to_channels_last(module: fx.GraphModule, is_by_kernels: bool) -> None:
     for image in images:
         laid_out = called(graph, inputs[-1].next, _aten.clone.default, image, memory_format=torch.channels_last)
         laid_out.meta[VALUE] = image.meta.get(VALUE)
-        image.replace_all_uses_with(laid_out, lambda user, own=laid_out: user is not own and user is not output)
+        # What a graph writes to its input at its end goes to the input itself.
+        written = [user for user in image.users if user.target is _aten.copy_.default and user.args[0] is image]
+        stay = {laid_out, output, *written}
+        image.replace_all_uses_with(laid_out, lambda user, stay=stay: user not in stay)
     propagate = FakeTensorProp(module, value(of_images[0].x).fake_mode).propagate_dont_convert_inputs
     propagate(*map(value, inputs))
     for result, strides in results.items():
