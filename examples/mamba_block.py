@@ -58,7 +58,7 @@ class MambaBlock(nn.Module):
     def forward(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """A whole prompt [batch, length, dim]."""
         x, gate = self.project_in(tokens).chunk(2, dim=-1)
-        # [batch, inner, length] as a view: the convolution takes channel-last as it lies.
+        # [batch, inner, length] as a view: the convolution reads the channels-last tensor in place.
         x, conv = causal_conv1d_fn(
             x.transpose(1, 2),
             self.conv_weight,

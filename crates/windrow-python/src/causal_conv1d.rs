@@ -68,17 +68,20 @@ impl<'py> Inputs<'py> {
 
 /// `y[b,d,t] = act(bias[d] + sum_k weight[d,k] x[b,d,t-(width-1)+k])`.
 ///
-/// x: [b, d, l], f32, f16 or bf16, any strides (channel-last is a stride pattern).
-/// weight: [d, width], or [d_out, d_in, width] for a dense convolution; bias: [d]; each f32 or x's
-/// type. activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh".
-/// Sequences packed into one row are told apart by `seq_idx` [b, l] i32 (negative: padding,
-/// gives zeros) or by `cu_seqlens` [sequences + 1] i32 or i64 with b = 1.
-/// initial_states: [b or sequences, d, width - 1], what comes before each sequence; else zeros.
-/// With `return_final_states` the result is `(y, final_states)`, final_states like
+/// x: [b, d, l], f32, f16 or bf16, any strides, so also a view of a channels-last array.
+/// weight: [d, width], or [d_out, d, width] for a dense convolution. bias: [d], or [d_out] if dense.
+/// Both are f32 or of x's type.
+/// activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh".
+/// A row may hold several sequences. `seq_idx` [b, l] i32 gives each token the number of its sequence
+/// (a negative number is padding, whose result is zero). Or, with b = 1, `cu_seqlens` [sequences + 1]
+/// i32 or i64 gives the boundaries.
+/// initial_states: [b or sequences, d, width - 1], the inputs before each sequence; by default zeros.
+/// return_final_states: if true, the result is `(y, final_states)`. final_states has the shape of
 /// initial_states.
-/// out: written in place and returned. device: where arrays in main memory are worked on.
+/// out: the array that is written and returned. device: where arrays in main memory are computed.
 ///
-/// Raises ValueError, TypeError (element types), IndexError (`cu_seqlens` that does not fit).
+/// Raises ValueError, TypeError (element types) or IndexError (`cu_seqlens` that does not rise from 0
+/// to l).
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None,
                     initial_states=None, return_final_states=false, out=None,
@@ -167,14 +170,17 @@ pub(crate) fn causal_conv1d_backward<'py>(
 
 /// The next step or steps of a causal convolution; `conv_state` is updated in place.
 ///
-/// x: [b, d] or [b, d, l]. conv_state: [b, d, state_len >= width - 1] of x's type, the latest inputs,
-/// oldest first; with `cache_seqlens` [b] i32 or i64 a ring buffer whose next position is
-/// `cache_seqlens % state_len`. With `conv_state_indices` [b] i32 or i64 conv_state is a pool
-/// [entries, d, state_len] and row i works on entry `conv_state_indices[i]`; negative: the row is
-/// padding, its result is zero. weight, bias, activation, out and device are those of
-/// `causal_conv1d`.
+/// x: [b, d] or [b, d, l].
+/// conv_state: [b, d, state_len] of x's type, with state_len at least width - 1: the latest inputs,
+/// oldest first.
+/// cache_seqlens: [b] i32 or i64, the number of earlier inputs. With it, conv_state is a ring buffer,
+/// whose next position is `cache_seqlens % state_len`.
+/// conv_state_indices: [b] i32 or i64. With it, conv_state is a pool [entries, d, state_len], and row i
+/// uses entry `conv_state_indices[i]`. If that is negative, the row is padding and its result is zero.
+/// weight, bias, activation, out and device are those of `causal_conv1d`, but weight is [d, width].
 ///
-/// Raises ValueError, TypeError (element types), IndexError (an entry that is not in the pool).
+/// Raises ValueError, TypeError (element types) or IndexError (a negative value of cache_seqlens, or
+/// an entry that is not in the pool).
 #[pyfunction]
 #[pyo3(signature = (x, conv_state, weight, bias=None, activation=None, cache_seqlens=None,
                     conv_state_indices=None, *, out=None, device=None))]

@@ -266,15 +266,16 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
 ///
 /// x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
 /// is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type.
-/// stride, padding, dilation: a number, or one for each direction.
-/// residual: like the result in type, shape and strides, added before the activation.
+/// stride, padding, dilation: a number for both directions, or two numbers (rows, columns).
+/// residual: an array with the type, shape and strides of the result. It is added before the
+/// activation.
 /// activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
 /// accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
 /// algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
-/// out: written in place and returned. device: where arrays in main memory are worked on.
+/// out: the array that is written and returned. device: where arrays in main memory are computed.
 ///
-/// Raises ValueError, TypeError (element types), NotImplementedError (an algorithm that cannot do
-/// it).
+/// Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
+/// compute this case).
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, stride=Pair::Both(1), padding=Pair::Both(0),
                     dilation=Pair::Both(1), groups=Pair::Both(1), residual=None, activation=None,
@@ -365,9 +366,9 @@ pub(crate) fn conv2d_bytes<'py>(
     Ok((filter, scratch))
 }
 
-/// A convolution with its algorithm chosen, for arrays like those it was made from.
+/// A convolution whose algorithm is chosen once, for arrays with the types, shapes and strides of these.
 ///
-/// The arguments are those of `conv2d`; of the arrays only types, shapes and strides are read.
+/// The arguments are those of `conv2d`. The contents of the arrays are not read.
 #[pyclass(module = "windrow", frozen)]
 pub(crate) struct Conv2dPlan {
     plan: windrow::Conv2dPlan,

@@ -22,13 +22,13 @@ fn spec(
 
 /// `gelu(x + bias) * gate`.
 ///
-/// x, gate: one shape, f32, f16 or bf16, any strides. bias: [last dimension of x], f32 or x's type.
-/// approximate: "none" is `0.5 x erfc(-x / sqrt 2)`, "tanh" the usual approximation by tanh.
-/// out: written in place and returned; it may be `x`. device: where arrays in main memory are worked
-/// on.
+/// x, gate: f32, f16 or bf16, of the same shape, any strides. bias: [last dimension of x], f32 or x's
+/// type. approximate: "none" is `0.5 x erfc(-x / sqrt 2)`, "tanh" the usual approximation by tanh.
+/// out: the array that is written and returned; it may be `x`. device: where arrays in main memory
+/// are computed.
 ///
-/// Raises ValueError for shapes that do not match or an `out` that overlaps an input otherwise,
-/// TypeError for other element types.
+/// Raises ValueError if shapes do not match, or if `out` shares memory with an input but is not `x`,
+/// and TypeError for other element types.
 #[pyfunction]
 #[pyo3(signature = (x, bias=None, gate=None, *, approximate="none", out=None,
                     device=None))]

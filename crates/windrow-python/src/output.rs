@@ -288,7 +288,7 @@ pub(crate) fn dense_like(layout: &Layout) -> PyResult<Layout> {
     Layout::with_order(shape, order).py()
 }
 
-/// A result for callers whose own kind of array is unknown; it offers DLPack only.
+/// A result for a caller whose array type Windrow does not know. It supports DLPack only.
 #[pyclass(module = "windrow", frozen)]
 pub(crate) struct Tensor {
     tensor: Arc<Placed>,

@@ -1,8 +1,8 @@
 """Causal conv1d, Winograd conv2d and GELU, fast on CPU and GPU, with known accuracy.
 
-The functions here take arrays of any library that speaks DLPack (NumPy, PyTorch, JAX, CuPy, ...) in
-place, by their strides, and return the caller's kind of array. They record no gradients: for that,
-modules and torch.compile see `windrow.torch`.
+The functions here take arrays of any library that supports DLPack (NumPy, PyTorch, JAX, CuPy, ...), with any strides
+and without copies. They return an array of the caller's library. They record no gradients: `windrow.torch` has
+functions and modules for PyTorch that do.
 """
 
 import sysconfig

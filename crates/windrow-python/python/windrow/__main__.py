@@ -1,7 +1,7 @@
 """The command of the Python package: `python -m windrow`, or `windrow` if pip has put it on the path.
 
-It says what there is to run on and checks it. Benchmarks, tuning and tensor files are the work of the whole
-command, `cargo install windrow-cli`.
+It lists the devices that can be used, and checks the operators on them. Benchmarks, tuning and tensor files need the
+whole command, which `cargo install windrow-cli` installs.
 """
 
 import argparse
@@ -20,13 +20,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="windrow",
         description="Causal conv1d, Winograd conv2d and GELU, fast on CPU and GPU, with known accuracy.",
-        epilog="Benchmarks, tuning and tensor files: the whole command, `cargo install windrow-cli`.",
+        epilog="For benchmarks, tuning and tensor files install the whole command: `cargo install windrow-cli`.",
     )
     parser.add_argument("--version", action="version", version=f"windrow {__version__}")
     actions = parser.add_subparsers(dest="action", required=True)
-    actions.add_parser("devices", help="list what there is to run on")
+    actions.add_parser("devices", help="list the devices that can be used")
     verify = actions.add_parser(
-        "verify", help="compare every operator with its f64 oracle; exit status 1 if one differs"
+        "verify", help="compare every operator with its f64 reference; exit status 1 if one differs"
     )
     verify.add_argument("--device", default="cpu", help="one of `windrow devices` (default: cpu)")
     verify.add_argument(

@@ -9,14 +9,14 @@ Activation: TypeAlias = Literal["identity", "none", "relu", "relu6", "silu", "sw
 class Names(NamedTuple):
     """The names of an activation in other libraries."""
 
-    # Of the class in torch.nn.
+    # The class in torch.nn.
     module: str
-    # Of the function in torch.nn.functional, and with an underscore behind it of that which works in place. Both may also
-    # be in torch and a method of a tensor.
+    # The function in torch.nn.functional. With an underscore at its end it is the function that works in place. Both
+    # may also be functions of torch and methods of a tensor.
     function: str
-    # Of the operator of ONNX; None if it takes several.
+    # The operator of ONNX; None if ONNX has no single operator for it.
     operator: str | None
-    # The value of `approximate`, which all three have or none.
+    # The value of the argument `approximate`. None if the class, the function and the operator have no such argument.
     approximate: str | None = None
 
 

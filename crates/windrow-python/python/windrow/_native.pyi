@@ -17,7 +17,7 @@ Pair: TypeAlias = int | Sequence[int]
 __version__: str
 
 class NotInPlace(ValueError):
-    """The error for an array whose memory cannot be used in place."""
+    """The error for an array whose memory Windrow cannot read or write without a copy."""
 
 def gelu(
     x: A,
@@ -30,13 +30,13 @@ def gelu(
 ) -> A:
     """`gelu(x + bias) * gate`.
 
-    x, gate: one shape, f32, f16 or bf16, any strides. bias: [last dimension of x], f32 or x's type.
-    approximate: "none" is `0.5 x erfc(-x / sqrt 2)`, "tanh" the usual approximation by tanh.
-    out: written in place and returned; it may be `x`. device: where arrays in main memory are worked
-    on.
+    x, gate: f32, f16 or bf16, of the same shape, any strides. bias: [last dimension of x], f32 or x's
+    type. approximate: "none" is `0.5 x erfc(-x / sqrt 2)`, "tanh" the usual approximation by tanh.
+    out: the array that is written and returned; it may be `x`. device: where arrays in main memory
+    are computed.
 
-    Raises ValueError for shapes that do not match or an `out` that overlaps an input otherwise,
-    TypeError for other element types.
+    Raises ValueError if shapes do not match, or if `out` shares memory with an input but is not `x`,
+    and TypeError for other element types.
     """
 
 @overload
@@ -55,17 +55,20 @@ def causal_conv1d(
 ) -> A:
     """`y[b,d,t] = act(bias[d] + sum_k weight[d,k] x[b,d,t-(width-1)+k])`.
 
-    x: [b, d, l], f32, f16 or bf16, any strides (channel-last is a stride pattern).
-    weight: [d, width], or [d_out, d_in, width] for a dense convolution; bias: [d]; each f32 or x's
-    type. activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh".
-    Sequences packed into one row are told apart by `seq_idx` [b, l] i32 (negative: padding,
-    gives zeros) or by `cu_seqlens` [sequences + 1] i32 or i64 with b = 1.
-    initial_states: [b or sequences, d, width - 1], what comes before each sequence; else zeros.
-    With `return_final_states` the result is `(y, final_states)`, final_states like
+    x: [b, d, l], f32, f16 or bf16, any strides, so also a view of a channels-last array.
+    weight: [d, width], or [d_out, d, width] for a dense convolution. bias: [d], or [d_out] if dense.
+    Both are f32 or of x's type.
+    activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh".
+    A row may hold several sequences. `seq_idx` [b, l] i32 gives each token the number of its sequence
+    (a negative number is padding, whose result is zero). Or, with b = 1, `cu_seqlens` [sequences + 1]
+    i32 or i64 gives the boundaries.
+    initial_states: [b or sequences, d, width - 1], the inputs before each sequence; by default zeros.
+    return_final_states: if true, the result is `(y, final_states)`. final_states has the shape of
     initial_states.
-    out: written in place and returned. device: where arrays in main memory are worked on.
+    out: the array that is written and returned. device: where arrays in main memory are computed.
 
-    Raises ValueError, TypeError (element types), IndexError (`cu_seqlens` that does not fit).
+    Raises ValueError, TypeError (element types) or IndexError (`cu_seqlens` that does not rise from 0
+    to l).
     """
 
 @overload
@@ -122,14 +125,17 @@ def causal_conv1d_update(
 ) -> A:
     """The next step or steps of a causal convolution; `conv_state` is updated in place.
 
-    x: [b, d] or [b, d, l]. conv_state: [b, d, state_len >= width - 1] of x's type, the latest inputs,
-    oldest first; with `cache_seqlens` [b] i32 or i64 a ring buffer whose next position is
-    `cache_seqlens % state_len`. With `conv_state_indices` [b] i32 or i64 conv_state is a pool
-    [entries, d, state_len] and row i works on entry `conv_state_indices[i]`; negative: the row is
-    padding, its result is zero. weight, bias, activation, out and device are those of
-    `causal_conv1d`.
+    x: [b, d] or [b, d, l].
+    conv_state: [b, d, state_len] of x's type, with state_len at least width - 1: the latest inputs,
+    oldest first.
+    cache_seqlens: [b] i32 or i64, the number of earlier inputs. With it, conv_state is a ring buffer,
+    whose next position is `cache_seqlens % state_len`.
+    conv_state_indices: [b] i32 or i64. With it, conv_state is a pool [entries, d, state_len], and row i
+    uses entry `conv_state_indices[i]`. If that is negative, the row is padding and its result is zero.
+    weight, bias, activation, out and device are those of `causal_conv1d`, but weight is [d, width].
 
-    Raises ValueError, TypeError (element types), IndexError (an entry that is not in the pool).
+    Raises ValueError, TypeError (element types) or IndexError (a negative value of cache_seqlens, or
+    an entry that is not in the pool).
     """
 
 def causal_conv1d_update_if_plain(
@@ -163,15 +169,16 @@ def conv2d(
 
     x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
     is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type.
-    stride, padding, dilation: a number, or one for each direction.
-    residual: like the result in type, shape and strides, added before the activation.
+    stride, padding, dilation: a number for both directions, or two numbers (rows, columns).
+    residual: an array with the type, shape and strides of the result. It is added before the
+    activation.
     activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
     algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
-    out: written in place and returned. device: where arrays in main memory are worked on.
+    out: the array that is written and returned. device: where arrays in main memory are computed.
 
-    Raises ValueError, TypeError (element types), NotImplementedError (an algorithm that cannot do
-    it).
+    Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
+    compute this case).
     """
 
 def conv2d_backward(
@@ -299,9 +306,9 @@ def use_openmp(gomp_parallel: int) -> None: ...
 
 @final
 class Conv2dPlan:
-    """A convolution with its algorithm chosen, for arrays like those it was made from.
+    """A convolution whose algorithm is chosen once, for arrays with the types, shapes and strides of these.
 
-    The arguments are those of `conv2d`; of the arrays only types, shapes and strides are read.
+    The arguments are those of `conv2d`. The contents of the arrays are not read.
     """
 
     def __init__(
@@ -406,7 +413,7 @@ class FilterCache:
 
 @final
 class Tensor:
-    """A result for callers whose own kind of array is unknown; it offers DLPack only."""
+    """A result for a caller whose array type Windrow does not know. It supports DLPack only."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -3,10 +3,10 @@
     import windrow.fla
     windrow.fla.register()
 
-From then on Windrow computes fla's short convolutions (`ShortConvolution`, `causal_conv1d` and what uses them):
-forward, backward and in decoding, on CUDA devices and, if fla runs there, on the CPU. `FLA_WINDROW=0` leaves them to
-fla. fla's layout is [batch, time, channels]. Its states are [sequences, channels, width]: the last inputs, oldest
-first. A residual is added after the activation.
+After that, Windrow computes fla's short convolutions (`ShortConvolution`, `causal_conv1d` and what uses them): forward
+passes, backward passes and decoding, on CUDA devices and, if fla runs there, on the CPU. With `FLA_WINDROW=0` fla
+computes them itself. fla's layout is [batch, time, channels]. Its states are [sequences, channels, width]: the last
+inputs, oldest first. A residual is added after the activation.
 """
 
 from typing import Any, Literal
@@ -22,7 +22,7 @@ _Activation = Literal["silu", "swish"] | None
 
 
 def register() -> None:
-    """Adds Windrow to the backends of fla's modules, before its own kernels. Needs flash-linear-attention."""
+    """Adds Windrow to the backends of fla's modules, before fla's own kernels. Needs flash-linear-attention."""
     from fla.modules.backends import modules_registry  # type: ignore[import-not-found]
     from fla.ops.backends import BaseBackend  # type: ignore[import-not-found]
 
@@ -112,7 +112,7 @@ class _Functions:
         dx = dx.transpose(1, 2).contiguous()
         dh0 = None
         if dinitial is not None:
-            # The oldest column is multiplied with nothing.
+            # No tap of the filter reads the oldest column.
             dh0 = torch.cat([dinitial.new_zeros(*dinitial.shape[:2], 1), dinitial], -1)
         if dht is not None:
             _add_oldest(dht[..., 0], dx, dh0, width, cu_seqlens)

@@ -32,7 +32,8 @@ OPERATORS = ("CausalConvWithState", "Conv", "Gelu")
 
 
 def library() -> str:
-    """The file for `SessionOptions.register_custom_ops_library`: the extension itself."""
+    """The path of the file for `SessionOptions.register_custom_ops_library`. It is this package's compiled
+    extension."""
     file: str = _native.__file__
     return file
 
@@ -66,7 +67,7 @@ def convert(model: ModelProto, operators: Collection[str] = OPERATORS) -> ModelP
     return result
 
 
-# What a tensor of more bytes holds, no shape depends on.
+# A tensor of more bytes than this holds no sizes, so type inference does not need its data.
 _SMALL = 1 << 16
 _DATA = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 

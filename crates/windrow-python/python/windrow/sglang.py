@@ -3,8 +3,8 @@
     import windrow.sglang
     windrow.sglang.install()      # before the server starts
 
-Its Triton functions are replaced when SGLang imports them: prompts, decoding, drafts with the windows between them, and
-trees of drafts.
+SGLang's Triton functions are replaced when SGLang imports them. They compute prompts, decoding steps, drafts with the
+window after each, and trees of drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _MODULES = (
 def install() -> None:
     """Replaces SGLang's functions by these when it imports them, also in modules that have imported them already.
 
-    Functions of a SGLang with parameters that are not known here stay.
+    A function is not replaced if it has parameters that are not known here.
     """
     for name in _MODULES:
         when_imported(name, _change)
@@ -62,9 +62,9 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, updated in place.
 
-    The arguments are SGLang's. Without `has_initial_state` sequences begin with zeros. A negative index is padding,
-    too; sequences that are padding and tokens behind the last sequence give zeros. There may be more indices than
-    sequences. `block_table`, which plans Triton's programs, is not needed.
+    The arguments are SGLang's. Without `has_initial_state` sequences begin with zeros. A negative index is padding.
+    Padding sequences and tokens behind the last sequence give zeros. There may be more indices than sequences.
+    `block_table` is for Triton's programs and ignored.
     """
     sequences = query_start_loc.shape[0] - 1
     if weight.dtype != x.dtype or bias is not None and bias.dtype != x.dtype:
@@ -105,16 +105,17 @@ def causal_conv1d_update(
 ) -> Tensor:
     """A step of decoding: `x` [batch, dim] or [batch, dim, tokens].
 
-    The arguments are SGLang's, `num_accepted_tokens` being the name that `num_accept_tokens` had. A negative index is
-    padding, too, whose result is zeros. `cache_seqlens` is not computed by SGLang either. The result is a new tensor.
+    The arguments are SGLang's. `num_accepted_tokens` is the older name of `num_accept_tokens`. A negative index is
+    padding, whose result is zeros. `cache_seqlens` must be None, because SGLang's own function ignores it. The result
+    is a new tensor.
 
-    intermediate_conv_window: [slots, tokens, dim, width - 1] takes the window behind each token, in the slot that
-    intermediate_state_indices [batch] name, or conv_state_indices without. retrieve_next_token and
-    retrieve_next_sibling: [batch, tokens], the first child of each token of a tree and the next child of its parent, -1
-    for none; retrieve_parent_token takes the parents.
+    intermediate_conv_window: [slots, tokens, dim, width - 1]; the window after each token is written to it, in the slot
+    that intermediate_state_indices [batch] names. By default these are conv_state_indices.
+    retrieve_next_token, retrieve_next_sibling: [batch, tokens]; for each token of a tree its first child, and the next
+    child of its parent; -1 for none. retrieve_parent_token: [batch, tokens]; the parent of each token is written to it.
     """
     if cache_seqlens is not None:
-        raise ValueError("`cache_seqlens` is given, expected None: states are no rings here")
+        raise ValueError("`cache_seqlens` is given, expected None: states are not ring buffers here")
     if weight.dtype != x.dtype or bias is not None and bias.dtype != x.dtype:
         weight, bias = _beside(x, weight, bias)
     # `len` of a tensor is a function in Python.

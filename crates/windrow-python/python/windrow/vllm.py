@@ -1,8 +1,8 @@
 """vLLM's causal convolutions by Windrow.
 
-Installed beside vLLM this is a plugin (entry point `vllm.general_plugins`): vLLM calls `register` in each of its
-processes, and its models then take these functions in place of the Triton kernels, and of PyTorch's convolution on
-the CPU. With VLLM_PLUGINS set, `windrow` has to be in its list.
+If this package is installed beside vLLM, it is a plugin of vLLM (entry point `vllm.general_plugins`). vLLM calls
+`register` in each of its processes. Its models then use these functions instead of the Triton kernels, and on the CPU
+instead of vLLM's own functions. If VLLM_PLUGINS is set, its list must contain `windrow`.
 
     from windrow.vllm import causal_conv1d_fn, causal_conv1d_update
 """
@@ -35,9 +35,10 @@ _MODULES = (
 
 
 def register() -> None:
-    """Replaces vLLM's functions by these when it imports them, also in modules that have imported them already.
+    """Replaces vLLM's functions by these when vLLM imports them, also in modules that have imported them already.
 
-    A function stays if it has parameters that are not known here, or if block 0 of that vLLM is not a null block yet.
+    A function is not replaced if it has parameters that are not known here. Nor is it in older versions of vLLM, in
+    which block 0 is an ordinary block instead of the null block.
     """
     for name in _MODULES:
         when_imported(name, _change)
@@ -98,12 +99,12 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, updated in place.
 
-    The arguments are vLLM's. A negative index is padding, too, whatever `pad_slot_id` is; `metadata`, which plans
-    Triton's programs, and `validate_data` are not needed: everything is checked. Sequences that are padding and
-    tokens behind the last sequence give zeros.
+    The arguments are vLLM's. A negative index is padding, whatever `pad_slot_id` is. `metadata` and `validate_data` are
+    ignored: the first is for Triton's programs, and the arguments are always checked. Padding sequences and tokens
+    behind the last sequence give zeros.
 
-    conv_states: [pool, dim, at least width - 1], whose first width - 1 columns count. cache_indices: [sequences], or
-    [sequences, blocks] with prefix caching. has_initial_state: [sequences], bool; without it none counts.
+    conv_states: [pool, dim, at least width - 1]; only the first width - 1 columns are used. cache_indices: [sequences],
+    or [sequences, blocks] with prefix caching. has_initial_state: [sequences], bool; by default no state is read.
     """
     prefix_caching = block_idx_last_scheduled_token is not None
     sequences = query_start_loc.shape[0] - 1
@@ -151,9 +152,9 @@ def causal_conv1d_update(
 ) -> Tensor:
     """A step of decoding: `x` [batch, dim], [batch, dim, tokens], or with `query_start_loc` [tokens, dim].
 
-    The arguments are vLLM's; the result is written over `x`, or into `out`. `max_query_len` and `validate_data` are
-    not needed, and `pad_slot_id` is another name of `null_block_id`. With `num_accepted_tokens` a state keeps all
-    drafts, so that the next step goes on behind those that were accepted. A negative index is padding, too.
+    The arguments are vLLM's. The result is written to `out`, or over `x` if `out` is None. `max_query_len` and
+    `validate_data` are ignored. `pad_slot_id` is another name of `null_block_id`. With `num_accepted_tokens` a state
+    keeps all drafts, so that the next step can continue after those that were accepted. A negative index is padding.
     """
     tokens, target = x, x if out is None else out
     if x.dtype != conv_state.dtype:
@@ -221,7 +222,7 @@ def causal_conv1d_fn_cpu(
     null_block_id: int | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """`causal_conv1d_fn` with the meaning of vLLM's function for the CPU: `pad_slot_id` is padding, and 0 a state."""
+    """`causal_conv1d_fn` as vLLM's function for the CPU: index `pad_slot_id` is padding, and index 0 is a state."""
     return causal_conv1d_fn(
         x,
         weight,

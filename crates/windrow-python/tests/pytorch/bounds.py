@@ -14,7 +14,7 @@ from torch import Tensor
 
 # The steepest slope of each, that of SiLU and GELU rounded up, and of their derivatives.
 SLOPE, CURVATURE = 1.13, 1.0
-# An activation's own roundings, and what its shorter polynomials for halves add: docs/gelu.md and
+# An activation's own roundings, and what its shorter polynomials for f16 and bf16 add: docs/gelu.md and
 # docs/causal-conv1d.md.
 ACTIVATION_ROUNDINGS, HALF_POLYNOMIALS = 16, 6.5e-5
 

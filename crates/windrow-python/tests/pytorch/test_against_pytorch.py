@@ -448,8 +448,8 @@ def check_convolution(
     is_half = half(computed)
     act = ACTIVATIONS[activation]
     has_bias = tensors["bias"] is not None
-    # cuDNN writes its sums as halves, as for PyTorch: bias and activation are applied to what was rounded, as they always
-    # are behind a transposed convolution.
+    # cuDNN writes its sums in f16 or bf16, as for PyTorch: bias and activation are applied to rounded sums, as they
+    # always are behind a transposed convolution.
     is_stored = transposed or (cuda and is_half)
     sums = linear(exact["x"], exact["weight"], None)
     stored = UNIT[computed] * (sums.abs() + error) if is_stored else torch.zeros_like(v)
@@ -486,7 +486,7 @@ def operand_rounding(accuracy: str | None, dtype: torch.dtype) -> float:
     if dtype == torch.float32:
         f32 = {"tf32": UNIT[torch.float16], "half": UNIT[torch.float16]}
         return f32.get(accuracy, 1.5 * 2.0**-22)
-    # Of halves: transforms in halves, where the accuracy allows them.
+    # For f16 and bf16: transforms in these types, if the accuracy allows them.
     return 0.0 if accuracy == "fp32" else UNIT[dtype]
 
 

@@ -22,13 +22,6 @@ pytestmark = [
 each_rest = pytest.mark.parametrize("rest", ["eager", "inductor"])
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def compiled(model, rest="eager", dynamic=None, fullgraph=False, **options):
     # The check would put PyTorch's results for wrong ones.
     options = {"rest": rest, "check": False, **options}

@@ -22,13 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 class Report:
     def __init__(self):
         self.fused_, self.left_ = {}, {}

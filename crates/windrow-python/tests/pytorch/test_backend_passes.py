@@ -25,13 +25,6 @@ pytestmark = [
 each_graph = pytest.mark.parametrize("rest", ["eager", "inductor"])
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def seen(monkeypatch, times, runs_uncompiled):
     """What became of each graph: what was folded and what was fused."""

@@ -1,6 +1,7 @@
 """A drop-in replacement of `causal_conv1d_cuda`, causal-conv1d's extension, which mamba_ssm up to 2.2.4 calls.
 
-Its functions took a result to write to from causal-conv1d 1.5.1 on, and returned it before: both forms are here.
+In causal-conv1d 1.5.1 and later, its functions write to a result that the caller passes. In earlier versions they
+return the result. The functions here do both.
 """
 
 from typing import Any
@@ -24,8 +25,8 @@ def causal_conv1d_fwd(
     initial_states: Tensor | None,
     *rest: Any,
 ) -> Tensor | None:
-    """Forward pass. `rest`: perhaps the result to write to; then `final_states_out`, which is written if it is given, and
-    whether SiLU follows."""
+    """The forward pass. `rest`: in the newer form the result to write to; then `final_states_out`, which is written if
+    it is not None; then whether SiLU follows."""
     *out, final_states_out, silu = rest
     y = causal_conv1d_fwd_function(x, weight, bias, seq_idx, initial_states, final_states_out, silu)
     return _returned(y, *out)
@@ -42,8 +43,8 @@ def causal_conv1d_bwd(
     dx: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor | None, ...] | None:
-    """Backward pass. `rest`: whether the gradient of `initial_states` is wanted, or the gradients of weight, bias and
-    initial states to write to; then whether SiLU follows."""
+    """The backward pass. `rest`: in the older form whether the gradient of `initial_states` is wanted, in the newer
+    form the gradients of weight, bias and initial states to write to; then whether SiLU follows."""
     *wanted, silu = rest
     of_states = wanted[-1] if len(wanted) == 1 else wanted[-1] is not None
     tensors = (x, weight, bias, dout, seq_idx, initial_states, dfinal_states, dx)
@@ -58,8 +59,8 @@ def causal_conv1d_bwd(
 def causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> Tensor | None:
-    """One or more decode steps. `rest`: perhaps the result to write to; then whether SiLU follows, `cache_seqlens` and
-    `conv_state_indices`."""
+    """One or more steps of decoding. `rest`: in the newer form the result to write to; then whether SiLU follows,
+    `cache_seqlens` and `conv_state_indices`."""
     *out, silu, cache_seqlens, indices = rest
     y = causal_conv1d_update_function(x, conv_state, weight, bias, silu, cache_seqlens, indices)
     return _returned(y, *out)

@@ -1,6 +1,6 @@
-"""Windrow's operators for PyTorch: gradients, autocast, torch.compile, modules.
+"""Windrow's operators for PyTorch: functions and modules with gradients, autocast and torch.compile.
 
-Nothing of PyTorch is linked, so one build works with every version from 2.4 on.
+The package does not link to PyTorch, so one build works with PyTorch 2.4 and every later version.
 """
 
 from windrow import _threads

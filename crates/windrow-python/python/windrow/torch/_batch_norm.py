@@ -1,7 +1,7 @@
 """Batch normalisation: faster training on CUDA for few long channels, and a call of PyTorch's operator with less
 overhead in inference.
 
-PyTorch sums each channel of a row-major batch in one block, so 64 channels leave half of a device idle; this takes a
+PyTorch sums each channel of a row-major batch in one block, so 64 channels leave half of a device idle. That takes a
 tenth of a training step of VGG-11 or ResNet-18. Here a reduction over many blocks computes the statistics. The backward
 pass sums each image's part of a channel by itself, with PyTorch's operators for batches on several devices.
 """
@@ -90,7 +90,8 @@ class BatchNorm2d(nn.BatchNorm2d):
         if torch.jit.is_scripting():
             return self._scripted(input)
         if nn.BatchNorm2d.forward is not _FORWARD or not isinstance(self, BatchNorm2d):
-            # Somebody has put another there, or `unpatch` has taken this back and somebody has kept this method.
+            # Somebody has replaced PyTorch's method, or `unpatch` has restored the class and somebody still holds this
+            # one.
             return nn.BatchNorm2d.forward(self, input)
         return self._called(input)
 
@@ -99,7 +100,7 @@ class BatchNorm2d(nn.BatchNorm2d):
         if self.training:
             return self._in_parts(input) if self._is_ours(input) else super().forward(input)
         if is_plainly_called(input) and input.dim() == 4:
-            # Sooner than without Windrow, since nothing is looked up as an attribute, for which properties may stand.
+            # This takes less time than PyTorch's own module, because nothing is looked up as an attribute.
             parameters, buffers = self._parameters, self._buffers
             weight, bias = parameters.get("weight", MISSING), parameters.get("bias", MISSING)
             mean, var = buffers.get("running_mean"), buffers.get("running_var")

@@ -164,9 +164,12 @@ def causal_conv1d_fn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal convolution of whole sequences; a drop-in replacement of causal-conv1d's function of this name.
 
-    x: [batch, dim, seqlen], any strides. weight: [dim, width], any width, or [dim_out, dim, width];
-    bias: [dim]; each f32, f16 or bf16. seq_idx: [batch, seqlen] i32, tells packed sequences apart,
-    negative for padding; or cu_seqlens: [sequences + 1] i32 or i64 with batch 1.
+    x: [batch, dim, seqlen], any strides.
+    weight: [dim, width] with any width, or [dim_out, dim, width] for a dense convolution. bias: [dim], or [dim_out] if
+    dense. Both are f32, f16 or bf16.
+    seq_idx: [batch, seqlen] i32, the number of each token's sequence; a negative number is padding.
+    cu_seqlens: [sequences + 1] i32 or i64, the boundaries of the sequences in a batch of 1. Give this or seq_idx, not
+    both.
     initial_states, final_states_out: [batch or sequences, dim, width - 1].
     activation: None, "silu", "swish", "gelu", "gelu_tanh", "relu" or "relu6".
 
@@ -222,12 +225,13 @@ def causal_conv1d_update(
 ) -> Tensor:
     """The next step or steps of a causal convolution; a drop-in replacement of causal-conv1d's function.
 
-    x: [batch, dim] or [batch, dim, seqlen]. conv_state: [batch, dim, state_len >= width - 1],
-    updated in place; with cache_seqlens [batch] it is a ring buffer. With conv_state_indices
-    [batch] it is a pool of states and each row works on its own entry (negative: padding, gives
-    zeros).
+    x: [batch, dim] or [batch, dim, seqlen].
+    conv_state: [batch, dim, state_len] with state_len at least width - 1; it is updated in place.
+    cache_seqlens: [batch], the number of earlier inputs. With it, conv_state is a ring buffer.
+    conv_state_indices: [batch]. With it, conv_state is a pool of states, and each row uses the entry that its index
+    names. If the index is negative, the row is padding and gives zeros.
 
-    For inference: no gradient flows through it.
+    For inference only: a backward pass through it raises NotImplementedError.
     """
     # The same as `call`, in one native call: a decoder calls this function most.
     if not is_dynamo_compiling():
@@ -249,10 +253,10 @@ def causal_conv1d_update(
 
 
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last `state_len` inputs of each of the packed sequences, zeros before a short one.
+    """The last `state_len` inputs of each packed sequence. A shorter sequence has zeros before it.
 
-    x: [total tokens, dim]; cu_seqlens: [sequences + 1]. Returns [sequences, dim, state_len]. No
-    gradient flows through it.
+    x: [total tokens, dim]. cu_seqlens: [sequences + 1]. Returns [sequences, dim, state_len]. No gradient flows through
+    this function.
     """
     with torch.no_grad():
         end = cu_seqlens[1:, None].long()

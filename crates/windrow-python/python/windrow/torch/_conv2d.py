@@ -200,18 +200,18 @@ def conv2d(
     algorithm: str | None = None,
     frozen: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.conv2d`, by Winograd if filter and stride allow it.
+    """`torch.nn.functional.conv2d`, computed by Windrow.
 
     input: [n, c, h, w] or [c, h, w], f32, f16 or bf16, any strides; weight: [k, c / groups, r, s].
     activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
-    accuracy: "exact" (no Winograd), "fp32", "tf32" or "half"; None is "fp32", or "tf32" for f32 on CUDA
-    where PyTorch's own convolutions may use it (`torch.backends.cudnn.conv.fp32_precision`, or `cudnn.allow_tf32`).
-    algorithm: one of `windrow.Conv2dPlan.algorithms`; None lets the cost model choose; "fastest"
-    measures PyTorch's own operator beside it, and takes the faster one from then on.
+    accuracy: "exact" (no Winograd), "fp32", "tf32" or "half". None means "fp32", or for f32 on CUDA "tf32" if PyTorch
+    allows it for its own convolutions (`torch.backends.cudnn.conv.fp32_precision`, or `cudnn.allow_tf32`).
+    algorithm: one of `windrow.Conv2dPlan.algorithms`. None lets the cost model choose. "fastest" measures Windrow's and
+    PyTorch's operator at the first call of a problem, and later calls use the faster one.
 
-    The packed form of a filter is kept as long as the filter's memory lives, but where a gradient of
-    it is wanted. Each call looks whether the filter's values are still those that were packed, unless
-    `frozen` promises that they are.
+    The packed form of a filter is kept as long as the filter's memory exists, except if a gradient of the filter is
+    wanted. Each call checks if the filter still has the values that were packed. With `frozen` you promise that it has,
+    and nothing is checked.
     """
     tensors = (input, weight, bias)
     how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
@@ -283,8 +283,8 @@ def conv_transpose2d(
     """`torch.nn.functional.conv_transpose2d`, as the data gradient of a convolution.
 
     input: [n, c, h, w] or [c, h, w], f32, f16 or bf16, any strides; weight: [c, k / groups, r, s].
-    algorithm: None, or "fastest"; the other options are those of `conv2d`. Bias and activation follow in passes of their
-    own, and of the filter nothing is kept.
+    algorithm: None, or "fastest"; the other options are those of `conv2d`. Bias and activation are separate passes. The
+    packed form of the filter is not kept.
     """
     tensors = (input, weight, bias)
     how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
@@ -347,7 +347,7 @@ def _transposed(input: Tensor, weight: Tensor, bias: Tensor | None, options: Opt
             raise ValueError(f"`output_padding` is {output_padding}, expected less than stride or dilation")
     beyond = [more // max(s, 1) for more, s in zip(output_padding, stride, strict=True)]
     if any(beyond):
-        # Rows and columns of the result that no row and no column of the input reaches but zeros behind it.
+        # Rows and columns of the result that depend only on zeros appended to the input.
         input = F.pad(input, (0, beyond[1], 0, beyond[0]) if input.dim() == 4 else (0, beyond[1]))
         rest = [more % s for more, s in zip(output_padding, stride, strict=True)]
         options = options._replace(output_padding=rest)

@@ -79,10 +79,9 @@ def gelu(
     bias: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """`gelu(input + bias) * gate`, as `torch.nn.functional.gelu` if both are None.
+    """`gelu(input + bias) * gate`. If bias and gate are None, it is `torch.nn.functional.gelu`.
 
-    input, gate: one shape, f32, f16 or bf16, any strides; bias: [last dimension], f32 or input's
-    type.
+    input, gate: f32, f16 or bf16, of the same shape, any strides. bias: [last dimension], f32 or of input's type.
     """
     tensors = (input, bias, gate)
     if has_torch_function(tensors):
@@ -115,6 +114,7 @@ class GELU(nn.GELU):
         if torch.jit.is_scripting():
             return F.gelu(input, approximate=self.approximate)
         if nn.GELU.forward is not _FORWARD or not isinstance(self, GELU):
-            # Somebody has put another there, or `unpatch` has taken this back and somebody has kept this method.
+            # Somebody has replaced PyTorch's method, or `unpatch` has restored the class and somebody still holds this
+            # one.
             return nn.GELU.forward(self, input)
         return gelu_of_any(input, self.approximate)

@@ -1,8 +1,8 @@
 """Group normalisation on CUDA for few large groups and for images in channels-last, in inference.
 
-PyTorch sums each group in one block, so the 32 groups of an image leave three quarters of a device idle; this takes
-half of the time of an autoencoder's decoder. Here parts of the groups are summed and normalised by PyTorch's operators
-for batch normalisation.
+PyTorch sums each group in one block of threads, so the 32 groups of an image leave three quarters of a device idle.
+That takes half of the time of an autoencoder's decoder. Here parts of the groups are summed and normalised by PyTorch's
+operators for batch normalisation.
 """
 
 from functools import cache
@@ -90,8 +90,8 @@ def group_norm_in_channels_last(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """The normalisation of images in channels-last, with a result in channels-last. PyTorch's operator copies them into
-    row-major order. Here each channel is summed over the pixels, and groups are put together from their channels.
-    Other images are PyTorch's operator's."""
+    row-major order. Here each channel is summed over the pixels, and the sums of a group's channels are combined.
+    PyTorch's operator computes other images."""
     if not pays_in_channels_last(x, groups):
         return torch.group_norm(x, groups, weight, bias, eps)
     images, channels = x.shape[:2]
@@ -124,7 +124,8 @@ class GroupNorm(nn.GroupNorm):
         if torch.jit.is_scripting():
             return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
         if nn.GroupNorm.forward is not _FORWARD or not isinstance(self, GroupNorm):
-            # Somebody has put another there, or `unpatch` has taken this back and somebody has kept this method.
+            # Somebody has replaced PyTorch's method, or `unpatch` has restored the class and somebody still holds this
+            # one.
             return nn.GroupNorm.forward(self, input)
         return self._called(input)
 

@@ -121,12 +121,13 @@ class Convolution(Remembering):
         if is_scripting():
             return self._scripted(input, self.weight, self.bias)
         if not isinstance(self, Convolution):
-            # `unpatch` has taken it back, and somebody has kept this method.
+            # `unpatch` has restored the class, but somebody still holds this method.
             return type(self).forward(self, input)
         if type(input) is Tensor and not is_traced():
-            # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared here
-            # to tell problems apart does no harm: PyTorch's operator computes all of them, and ours looks itself. The last
-            # call's is compared first, which takes half as long as to look up a key.
+            # This takes less time than PyTorch's own module, because parameters are not looked up as attributes. Two
+            # problems may agree in all that is compared here. That does no harm: PyTorch's operator computes both, and
+            # ours checks its arguments itself. The last call's key is compared first, which takes half as long as to
+            # look one up.
             known = self._last
             if known is None or not (
                 input.shape == known.shape and input.dtype is known.dtype and torch.is_grad_enabled() is known.is_grad
@@ -303,7 +304,8 @@ class Convolution(Remembering):
 
 
 class Conv1d(Convolution, nn.Conv1d):
-    """`torch.nn.Conv1d`, as `Conv2d` of images of one row; its options are attributes like those of `Conv2d`."""
+    """`torch.nn.Conv1d`, computed by Windrow as a `Conv2d` of images of one row, with the same options as
+    attributes."""
 
     __constants__ = [*nn.Conv1d.__constants__, "activation"]
     _operator = torch.conv1d
@@ -332,8 +334,8 @@ class Conv1d(Convolution, nn.Conv1d):
 class Conv2d(Convolution, nn.Conv2d):
     """`torch.nn.Conv2d`, computed by Windrow; in TorchScript and in ONNX by PyTorch.
 
-    Options of `conv2d` that `torch.nn.Conv2d` does not have are attributes: `activation`, `accuracy`, `algorithm`,
-    `frozen`. The filter of a `frozen` module is not checked for changes.
+    The options of the function `conv2d` that `torch.nn.Conv2d` does not have are attributes of the module:
+    `activation`, `accuracy`, `algorithm` and `frozen`. The filter of a `frozen` module is not checked for changes.
     """
 
     __constants__ = [*nn.Conv2d.__constants__, "activation"]
@@ -384,7 +386,7 @@ class _Transposed(Convolution):
         return self.stride, self.padding, self.output_padding, self.groups, self.dilation
 
     def _find(self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: Flags, is_in_graph: bool) -> Found:
-        # The function pads the input if more of the result lies behind it than a step.
+        # If the output padding is at least the stride, the function appends zeros to the input.
         if any(more >= s for more, s in zip(self.output_padding, self.stride, strict=True)):
             return Found(is_final=False)
         return super()._find(input, weight, bias, flags, is_in_graph)
@@ -403,8 +405,8 @@ class _Transposed(Convolution):
 
 
 class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d`, as `ConvTranspose2d` of images of one row; its options are attributes like those of
-    `Conv2d`."""
+    """`torch.nn.ConvTranspose1d`, computed by Windrow as a `ConvTranspose2d` of images of one row. Its options are
+    attributes, as those of `Conv2d` are."""
 
     __constants__ = [*nn.ConvTranspose1d.__constants__, "activation"]
     _operator = torch.conv_transpose1d
@@ -431,7 +433,8 @@ class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
 
 
 class ConvTranspose2d(_Transposed, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d`, as `conv_transpose2d`; its options are attributes like those of `Conv2d`."""
+    """`torch.nn.ConvTranspose2d`, computed by `conv_transpose2d`. Its options are attributes, as those of `Conv2d`
+    are."""
 
     __constants__ = [*nn.ConvTranspose2d.__constants__, "activation"]
     _operator = torch.conv_transpose2d

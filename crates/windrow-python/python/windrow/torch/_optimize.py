@@ -78,19 +78,22 @@ _WHOLE = "the model"
 def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True, rest: str | None = None) -> nn.Module:
     """A new module that computes the same as `model.eval()`, faster; the model itself does not change.
 
-    The backend of `torch.compile` compiles its calls, with filters frozen. Normalisations and other factors of channels
-    become part of the filters before them. An addition and an activation behind a convolution become one operation with
-    it. You need no example input, because a module is compiled at its first call for a kind of input. If you call a
-    module inside the model, also by a method of the model, it is compiled by itself.
+    Windrow's backend of `torch.compile` compiles the calls of the new module, with its option `freeze`. Normalisations
+    and other scales and shifts of channels become part of the filters before them. An addition and an activation after
+    a convolution become one operation with it. You need no example input, because a module is compiled at its first
+    call for a kind of input. If you call a module inside the model, also by a method of the model, it is compiled by
+    itself.
 
     The result is of the model's class, with its attributes, methods and modules, and its `state_dict` has the same
-    names. It can be copied, saved and loaded, compiled, and captured into CUDA graphs once it has run. The next call
-    sees what is written to its parameters and buffers. Its parameters get no gradients. `windrow_report` says what was
-    done.
+    names. It can be copied, saved and loaded, compiled, and captured into CUDA graphs once it has run. If you write to
+    its parameters or buffers, the next call uses the new values (not always for a write through `.data`: see
+    docs/python.md). Its parameters get no gradients. Its attribute `windrow_report` says what was done.
 
-    accuracy: as in `patch`. check: whether the first call of each compiled graph is compared with PyTorch's. rest: the
-    way to run everything but convolutions, "eager" for PyTorch's operators one by one, or "inductor"; None is "inductor"
-    for graphs on CUDA with group normalisations, else "eager".
+    accuracy: as in `patch`.
+    check: if true, the first call of each compiled graph is compared with PyTorch's operators.
+    rest: the way to run everything but convolutions: "eager" for PyTorch's operators one by one, or "inductor". None
+    means "inductor" for graphs on CUDA with group normalisations, otherwise "eager".
+
     Raises ValueError for other values, and VersionError if PyTorch is too old for the backend.
     """
     if accuracy not in ACCURACIES:
@@ -149,7 +152,7 @@ class _Run:
         self.module = weakref.ref(module)
         self.part, self.graphs, self.told, self.waits = part, 0, -1, False
         self.unseen: list[Unseen] = []
-        # Runs as it is from then on.
+        # True if calls run uncompiled.
         self.is_left = False
         self.forward = _own(kind.forward)
         self.compiled: Callable[..., Any] = torch.compile(self.forward, backend=self._compile)
@@ -165,7 +168,7 @@ class _Run:
         try:
             unseen = Unseen(codes, self.module())
         except UnseenError as what:
-            self._leave_state(f"{what} reads `__dict__` and runs as it is: PyTorch's compiler sees no change of it")
+            self._leave_state(f"{what} reads `__dict__` and runs uncompiled: PyTorch's compiler sees no change of it")
             if codes[0] is self.forward.__code__:
                 # Nothing has run yet.
                 raise
@@ -219,7 +222,7 @@ class _Run:
         if entries == 0 and not self.is_left:
             self.part.left("", "PyTorch compiles nothing of its forward, only modules in it")
         if entries >= torch._dynamo.config.recompile_limit:
-            why = f"compiled for {entries} kinds of input, PyTorch's recompile limit: others run as they are"
+            why = f"compiled for {entries} kinds of input, PyTorch's recompile limit: other kinds run uncompiled"
             self.part.report.left[self._named("recompile limit")] = why
 
     def _is_same_state(self) -> bool:
@@ -227,7 +230,7 @@ class _Run:
             return True
         self.is_left = True
         names = ", ".join(unseen.name for unseen in self.unseen)
-        self._leave_state(f"what {names} reads of `__dict__` has changed, so it runs as it is from then on")
+        self._leave_state(f"what {names} reads of `__dict__` has changed, so later calls run uncompiled")
         return False
 
     def _tell(self, fused: dict[str, str]) -> None:

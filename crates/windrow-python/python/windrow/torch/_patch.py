@@ -80,19 +80,21 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and `nn.GELU`
     become modules of `windrow.torch` in place. Parameters, hooks, device, training mode and references to the modules
     stay. The report, whose `model` is the model, names every convolution and every GELU that was left, with the reason.
-    A GELU that a `forward` calls as a function is no module, so it is not found. `nn.GroupNorm` and `nn.BatchNorm2d`
-    are swapped too: for few large groups in inference, and for few long channels of row-major batches in training,
-    other operators of PyTorch keep a CUDA device busier.
+    A GELU that a `forward` calls as a function is not found, because it is no module. `nn.GroupNorm` and
+    `nn.BatchNorm2d` are swapped too, for CUDA: group normalisation of few large groups in inference, and batch
+    normalisation of few long channels of row-major batches in training, are faster with other operators of PyTorch.
 
-    Windrow or PyTorch's own operator computes a swapped convolution, whichever is faster. The first call of a problem
-    (sizes, types, layouts) runs each of them a few times, and so for each gradient. If Windrow would call cuDNN too,
-    nothing is measured and PyTorch computes it. On CUDA Windrow may need at most a tenth more memory than PyTorch
-    alone. If Windrow would gain too little in a training step, PyTorch computes the whole step.
+    A swapped convolution is computed by Windrow or by PyTorch's own operator, whichever is faster. The first call of a
+    problem (sizes, types, layouts) runs each of them a few times. The first call of each gradient does so too. If
+    Windrow would call cuDNN, as PyTorch does, nothing is measured and PyTorch computes the problem. On CUDA Windrow may
+    need at most a tenth more memory than PyTorch alone. If Windrow would gain too little in a training step, PyTorch
+    computes the whole step.
 
-    accuracy: of the swapped convolutions, as in `conv2d`. None is that of PyTorch's own: f32 as its flags say, and f16
-    and bf16 with sums in f32. "half" takes the fastest algorithm whose operands may be rounded to half precision.
+    accuracy: the accuracy of the swapped convolutions, as in `conv2d`. None means that of PyTorch's own convolutions:
+    PyTorch's flags decide for f32, and f16 and bf16 are summed in f32. "half" allows algorithms that round the operands
+    to f16 or bf16.
 
-    `unpatch` undoes it, and `patched` patches a model for the time of a block.
+    `unpatch` undoes `patch`, and `patched` patches a model for the time of a block.
     """
     if accuracy not in ACCURACIES:
         raise ValueError(f"`accuracy` is {accuracy!r}, expected one of {[*ACCURACIES]}")
@@ -119,10 +121,11 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
 def unpatch(model: nn.Module) -> nn.Module:
     """Restores PyTorch's classes of the modules that `patch` has swapped. Returns the model.
 
-    Modules that were made as those of `windrow.torch` stay, and so does what other code has put on a swapped module: a
-    `forward` on the instance, parametrizations, the class that `fully_shard` makes. If a module has got a hand-written
-    class that derives from one of `windrow.torch`, it stays as it is, and a warning names it. Raises ValueError, and
-    changes nothing, if a swapped module has got an `activation`, which PyTorch's module cannot have.
+    Modules that you made from classes of `windrow.torch` do not change. What other code has added to a swapped module
+    stays: a `forward` on the instance, parametrizations, the class that `fully_shard` makes. If the class of a swapped
+    module was replaced by one that derives from a class of `windrow.torch` and that somebody wrote, the module does not
+    change, and a warning names it. If a swapped module has been given an `activation`, which PyTorch's module cannot
+    have, `unpatch` raises ValueError and changes nothing.
     """
     swapped = {name: m for name, m in model.named_modules() if getattr(m, _MARK, False)}
     for name, module in swapped.items():
@@ -204,10 +207,10 @@ def _why_left(module: nn.Module) -> str | None:
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Records your promise that the filters of a model's `windrow.torch` convolutions do not change from now on. Packed
-    filters are then no longer compared with them. Returns the model.
+    """Records your promise that the filters of a model's `windrow.torch` convolutions will not change. Each packed
+    filter is compared with its filter once more, and then not in later calls. Returns the model.
 
-    A filter that is replaced (`module.weight = ...`, `weight.data = ...`, `model.to(...)`) is still packed again, and a
+    A filter that is replaced (`module.weight = ...`, `weight.data = ...`, `model.to(...)`) is still packed again. A
     filter whose gradient is wanted is packed on each call.
     """
     return _set_frozen(model, True)

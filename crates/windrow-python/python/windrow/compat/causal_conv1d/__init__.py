@@ -1,7 +1,7 @@
-"""Stands in for Dao-AILab's `causal_conv1d` 1.7 on any device.
+"""A drop-in replacement of Dao-AILab's `causal_conv1d` 1.7, for any device that Windrow supports.
 
-The distribution windrow-causal-conv1d makes `import causal_conv1d` find this package. Without it, call `install()`
-before the first `import causal_conv1d`, yours or that of a library which uses it:
+The distribution windrow-causal-conv1d makes `import causal_conv1d` find this package. Without the distribution, call
+`install()` before your program, or a library that it uses, first imports causal_conv1d:
 
     import windrow.compat.causal_conv1d
     windrow.compat.causal_conv1d.install()
@@ -34,7 +34,7 @@ def install() -> None:
         raise RuntimeError("another causal_conv1d is imported already")
     for name in _SUBMODULES:
         sys.modules[f"causal_conv1d.{name}"] = import_module(f"{__name__}.{name}")
-    # Its extension, which stands beside it.
+    # The extension of causal-conv1d, a module of its own.
     sys.modules["causal_conv1d_cuda"] = import_module("windrow.compat.causal_conv1d_cuda")
-    # importlib.util.find_spec, by which libraries look for optional packages, wants the own name.
+    # Libraries look for optional packages with importlib.util.find_spec, which compares the name of the spec.
     present.__spec__ = ModuleSpec("causal_conv1d", None, is_package=True)

@@ -46,7 +46,7 @@ def causal_conv1d_update_ref(
         conv_state.copy_(inputs[..., inputs.shape[-1] - length :])
         inputs = inputs[..., length - before :]
     else:
-        # A ring, whose next place is that of the number of inputs so far.
+        # A ring buffer. Input number n is at position n % length.
         def places(first: int, last: int) -> Tensor:
             columns = cache_seqlens.long()[:, None] + torch.arange(first, last, device=x.device)
             return columns.remainder(length)[:, None].expand(-1, steps.shape[1], -1)

@@ -26,11 +26,15 @@ def windrow(
 ) -> Callable[..., Any]:
     """The function that Dynamo calls with each graph.
 
-    mode: as in `torch.compile`. options: `accuracy` ("exact", "fp32", "tf32", "half"; None: that of PyTorch's own
-    convolutions), `check` (False skips the comparison at a graph's first call), `freeze` (False recomputes what depends
-    on parameters alone on each call), `mode`, `report` (an object that is told what became of each convolution:
-    `fused(name, what)`, `left(name, why)`), `rest` ("inductor", or "eager" for PyTorch's operators one by one), and all
-    options of Inductor. Raises OptionError for other options.
+    mode: as in `torch.compile`. options: all options of Inductor, and these:
+    accuracy: "exact", "fp32", "tf32" or "half"; None means the accuracy of PyTorch's own convolutions.
+    check: False skips the comparison at a graph's first call.
+    freeze: False computes what depends on parameters alone again on each call.
+    mode: as the argument.
+    report: an object with the methods `fused(name, what)` and `left(name, why)`, which are called for each convolution.
+    rest: "inductor", or "eager" for PyTorch's operators one by one.
+
+    Raises OptionError for other options, and VersionError if PyTorch is too old.
     """
     return _compiled(graph, inputs, Options.of(mode, options))
 

@@ -50,14 +50,14 @@ def to_channels_last(module: fx.GraphModule, is_by_kernels: bool) -> None:
             output.replace_input_with(result, called(graph, output, _aten.contiguous.default, result))
 
 
-# On CUDA, of so many images on, f32 is faster in channels-last: networks of 64 take 0.84 to 0.99 of the time and of one 0.96
-# to 1.13. Halves are for any number: 0.41 to 0.98, and once 1.06.
+# On CUDA, f32 is faster in channels-last for at least so many images: networks with 64 images take 0.84 to 0.99 of the
+# time, and with one image 0.96 to 1.13. f16 and bf16 are faster for any number: 0.41 to 0.98, and once 1.06.
 _IMAGES_ON_CUDA = 8
 
 
 def _pays(of_images: list[Convolution]) -> bool:
-    """True if channels-last is faster. On the CPU it is for Windrow's convolutions and PyTorch's pooling, but not for
-    the 1x1 filters of bf16 that make up most of a model with depthwise filters."""
+    """True if channels-last is faster. On the CPU it is faster for Windrow's convolutions and PyTorch's pooling, but not
+    for bf16 with 1x1 filters. A graph with depthwise filters consists mostly of 1x1 filters."""
     filters = [(value(conv.weight), conv.groups) for conv in of_images]
     first = value(of_images[0].x)
     if all(weight.is_cuda for weight, _ in filters):

@@ -1,4 +1,4 @@
-"""The report of a graph: what its convolutions became, and which were left."""
+"""The report of a graph: what its convolutions became, and which ones PyTorch computes."""
 
 import re
 from typing import Protocol

@@ -76,17 +76,17 @@ def decisions() -> Decisions:
 
 
 def forget() -> None:
-    """Forgets all decisions, those of `decide` too: in this process, and in the file that keeps them for this machine.
-    The next call of each problem decides anew. CUDA graphs that were captured before do not change."""
+    """Forgets all decisions, also those made by `decide`: in this process, and in the file that keeps them for this
+    machine. The next call of each problem decides again. CUDA graphs that were captured before do not change."""
     store.clear()
     disk.forget()
     forget_all()
 
 
 def decide(problem: Decision | str, who: str) -> None:
-    """Lets `who` compute a problem that `decisions()` lists, from its next call on and in later processes: "pytorch",
-    "windrow", or one of Windrow's algorithms (`windrow.Conv2dPlan.algorithms`). The next call compares the result with
-    PyTorch's, and leaves the problem to PyTorch if it is wrong.
+    """Sets who computes a problem that `decisions()` lists, for its next call and all later ones, in later processes
+    too. `who` is "pytorch", "windrow", or one of Windrow's algorithms (`windrow.Conv2dPlan.algorithms`). The next call
+    compares the result with PyTorch's. If the result is wrong, PyTorch computes the problem.
 
     Raises UnknownProblemError, UnknownAlgorithmError, or UnsupportedAlgorithmError if the algorithm cannot compute it.
     """

@@ -34,13 +34,14 @@ class Decision:
     times: dict[str, Seconds] = field(default_factory=dict)
     # The factor `policy.BESIDE` or `policy.BESIDE_FUSED`.
     around: float = policy.BESIDE
-    # False if room was missing: how much PyTorch needs is known only after a pass of the whole model.
+    # False if there was not enough memory. A later call may find more: how much PyTorch needs is known only after a
+    # pass of the whole model.
     has_room: bool = True
     # The number of times that room was looked for by a layer, or that times were measured.
     tries: int = 1
     # The memory limits in bytes, by name, if there is not enough room for the fastest way.
     limits: dict[str, int] = field(default_factory=dict)
-    # Windrow's, as the user has named it.
+    # The algorithm of Windrow's that the user has named.
     algorithm: str | None = None
 
     @property
