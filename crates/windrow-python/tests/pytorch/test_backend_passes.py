@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 from windrow.torch.backend import _compile, _layout, _options, _others, windrow
+from windrow.torch.backend._memory import Memory
 from windrow.torch.choice import measure, store
 from windrow.torch.choice.policy import PYTORCH, Seconds
 
@@ -459,13 +460,75 @@ def test_group_norms_in_channels_last(seen, monkeypatch):
     monkeypatch.setattr(_others, "pays_in_channels_last", lambda x, groups: True)
     monkeypatch.setattr(_others, "group_norm_in_channels_last", ours)
     norm = lambda m, y: F.group_norm(y, 2, m.factor.flatten(), m.term.flatten())
-    for f in (norm, lambda m, y: F.silu(norm(m, y)).reshape(2, -1)):
+    # On CUDA PyTorch copies the image of the normalisation.
+    copied = lambda m, y: norm(m, y.contiguous()) + y
+    for f in (norm, copied, lambda m, y: F.silu(norm(m, y)).reshape(2, -1)):
         check(Behind(f).eval().to(memory_format=torch.channels_last))
     assert called and all(called)
     # Someone sees the strides inside.
     count = len(called)
     check(Behind(lambda m, y: norm(m, y).as_strided((2, 3), (1, 2)) + 1).eval().to(memory_format=torch.channels_last))
     assert len(called) == count
+
+
+def test_convolutions_read_what_is_copied(seen, monkeypatch):
+    """Beside a normalisation in channels-last."""
+    monkeypatch.setattr(_others, "pays_in_channels_last", lambda x, groups: True)
+    replaced, found = _others.others_to_windrows, []
+
+    def spy(graph, report):
+        replaced(graph, report)
+        found.extend((node.target, [read.target for read in node.all_input_nodes]) for node in graph.nodes)
+
+    monkeypatch.setattr(_compile, "others_to_windrows", spy)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.norm = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 1), nn.GroupNorm(2, 6)
+
+        def forward(self, x):
+            y = self.first(x)
+            copy = y.contiguous()
+            return self.second(copy) + self.norm(y), copy
+
+    model = normal(Model()).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for got, want in zip(compiled(model)(IMAGE), model(IMAGE), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            assert got.stride() == want.stride()
+    *_, second = (reads for target, reads in found if target is _others.CONV2D_FUSED)
+    assert second[0] is _others.CONV2D_FUSED
+    # That this copy is a result stays.
+    assert torch.ops.aten.clone.default in dict(found)
+
+
+def test_memory_of_a_graph():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 8), (8, 4), (4, 8), (8, 2)))
+
+        def forward(self, x):
+            first, second, third, last = self.convs
+            y = first(x)
+            inner = second(y.relu()).view(2, 4, 36)[:, :, :].view(2, 4, 6, 6)
+            return last(y + third(inner))
+
+    tensors = {**Model().state_dict()}
+    with torch.no_grad():
+        run = lambda x, *given: functional_call(Model(), dict(zip(tensors, given, strict=True)), (x,))
+        graph = make_fx(run, tracing_mode="fake")(torch.randn(2, 3, 6, 6), *tensors.values()).graph
+    memory, channel = Memory(graph), 4 * 2 * 36
+    convs = [node for node in graph.nodes if node.target is torch.ops.aten.convolution.default]
+    assert [memory.beside(node, node.args[0]) for node in convs] == [0, 8 * channel, 8 * channel, 0]
+    # The sum's other part is the residual, if it is fused.
+    assert memory.beside(convs[2], convs[2].args[0], convs[0]) == 0
+    # The second: the first's result, that of ReLU, and its own.
+    assert memory.peak == (8 + 8 + 4) * channel
+    assert memory.device == torch.device("cpu")
+    of_any = torch.fx.Graph()
+    assert Memory(of_any).device is None
 
 
 def traced_as(function, x):

@@ -225,6 +225,22 @@ def test_room_is_a_tenth_of_what_pytorch_needs(on_cuda):
     assert is_room(10, in_graph=True) and not is_room(11, in_graph=True)
 
 
+def test_graphs_tell_what_they_need_before_they_run(on_cuda):
+    memory, device = budget, torch.device("cuda:0")
+
+    def is_room(kept, scratch):
+        return memory.is_there_room(device, kept << 20, scratch << 20)
+
+    on_cuda["allocated"] = 100
+    memory.expect(device, 900 << 20)
+    assert is_room(100, 900) and not is_room(101, 900) and not is_room(100, 901)
+    with memory.beside(300 << 20):
+        assert is_room(100, 600) and not is_room(100, 601)
+    assert is_room(100, 900)
+    memory.expect(torch.device("cpu"), 1 << 40)
+    assert not is_room(101, 900)
+
+
 def test_graphs_have_a_share_of_the_device(on_cuda):
     memory, device = budget, torch.device("cuda:0")
     on_cuda["promised"] = 1

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from windrow.torch._filters import kept_with, unkept
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._convolutions import Convolution
-from windrow.torch.choice import convolution
+from windrow.torch.backend._memory import Memory
+from windrow.torch.choice import budget, convolution
 from windrow.torch.choice.candidates import Conv
 from windrow.torch.choice.convolution import is_decided_for_pytorch, way
 from windrow.torch.choice.problem import Options
@@ -26,10 +27,13 @@ from windrow.torch.choice.problem import Options
 After = tuple[Any, str | None] | None
 
 
-def is_pytorchs(conv: Convolution, accuracy: str | None, in_graphs: bool, after: After = None) -> bool:
+def is_pytorchs(
+    conv: Convolution, accuracy: str | None, in_graphs: bool, memory: Memory, after: After = None
+) -> bool:
     """True if PyTorch computes this convolution faster. False for sizes that may change.
 
     `accuracy`: the one that the user asks for. `in_graphs`: Inductor captures the compiled code into CUDA graphs.
+    `memory`: of the graph.
     """
     given = _given(conv, accuracy, after)
     if given is None:
@@ -45,7 +49,8 @@ def is_pytorchs(conv: Convolution, accuracy: str | None, in_graphs: bool, after:
         assert image is not None and filter is not None
         kept = kept_with(filter, is_frozen=of.is_fused, lasts=True)
         like = Conv(filter, bias, of.options, of.activation, of.accuracy, kept, of.is_fused)
-        return way(like, image, beside).is_pytorchs(in_graphs)
+        with budget.beside(memory.beside(conv.node, conv.x, *(after or ()))):
+            return way(like, image, beside).is_pytorchs(in_graphs)
 
 
 def prepare(convs: Iterable[tuple[Convolution, After]], accuracy: str | None) -> None:

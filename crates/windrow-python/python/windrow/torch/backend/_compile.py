@@ -16,6 +16,7 @@ from windrow.torch.backend._fuse import fuse
 from windrow.torch.backend._group_norm import by_channels
 from windrow.torch.backend._layout import lay_out_images, to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions
+from windrow.torch.backend._memory import Memory
 from windrow.torch.backend._modules import to_modules
 from windrow.torch.backend._norms import norms_to_convolutions
 from windrow.torch.backend._options import Options
@@ -100,11 +101,13 @@ class _Frozen:
         else:
             lay_out_images(graph)
         groups = 0 if decompositions is None else by_channels(graph)
+        memory = Memory(graph)
+        memory.expect()
         folded = fold(graph, constants)
         norms = norms_to_convolutions(graph, constants, options.accuracy) if decompositions is None else 0
-        fused = fuse(graph, constants, options.accuracy, decompositions, options.report)
+        fused = fuse(graph, constants, options.accuracy, decompositions, memory, options.report)
         # Inductor fuses more with PyTorch's own.
-        is_left = lambda conv: decompositions is not None and is_pytorchs(conv, options.accuracy, in_graphs)
+        is_left = lambda conv: decompositions is not None and is_pytorchs(conv, options.accuracy, in_graphs, memory)
         others = to_windrows(graph, options.accuracy, False, options.report, is_left)
         # What was folded into convolutions, what these became, and the number of other convolutions.
         self.what = folded, fused, others

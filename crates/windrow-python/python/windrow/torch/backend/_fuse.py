@@ -14,6 +14,7 @@ from windrow.torch.backend._choice import After, is_pytorchs, prepare
 from windrow.torch.backend._constants import Constants, value
 from windrow.torch.backend._convolutions import FASTER, LEFT, Convolution, called, convolutions, replaced
 from windrow.torch.backend._layout import laid_out
+from windrow.torch.backend._memory import Memory
 from windrow.torch.backend._report import FOLDED, Report, name_of
 from windrow.torch.choice.convolution import compiles
 
@@ -22,13 +23,18 @@ _COMMUTATIVE = (_aten.add.Tensor, _aten.mul.Tensor)
 
 
 def fuse(
-    graph: fx.Graph, constants: Constants, accuracy: str | None, decompositions: Any, report: Report | None = None
+    graph: fx.Graph,
+    constants: Constants,
+    accuracy: str | None,
+    decompositions: Any,
+    memory: Memory,
+    report: Report | None = None,
 ) -> list[str]:
     """Replaces convolutions whose filters depend on parameters alone by `windrow::conv2d_fused`. Returns what each
     became, in words."""
     held = lambda: (conv for conv in convolutions(graph) if conv.is_of_images and _is_held(conv, constants))
     prepare(_ahead(held(), decompositions), accuracy)
-    done = [_fuse(graph, conv, constants, accuracy, decompositions, report) for conv in held()]
+    done = [_fuse(graph, conv, constants, accuracy, decompositions, memory, report) for conv in held()]
     graph.eliminate_dead_code()
     return [what for what in done if what is not None]
 
@@ -57,6 +63,7 @@ def _fuse(
     constants: Constants,
     accuracy: str | None,
     decompositions: Any,
+    memory: Memory,
     report: Report | None,
 ) -> str | None:
     name, what = name_of(conv.node), list[str]()
@@ -69,7 +76,8 @@ def _fuse(
     if activation is not None:
         what.append(activation)
     # Inductor fuses more with PyTorch's own.
-    if decompositions is not None and is_pytorchs(conv, accuracy, constants.in_graphs, (residual, activation)):
+    after = residual, activation
+    if decompositions is not None and is_pytorchs(conv, accuracy, constants.in_graphs, memory, after):
         conv.node.meta[LEFT] = True
         if report is not None:
             report.left(name, ", ".join([FASTER, *folded]))

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from windrow.torch._fused import CONV2D_FUSED
 from windrow.torch._gelu import gelu_of_any
 from windrow.torch._group_norm import group_norm, group_norm_in_channels_last, pays, pays_in_channels_last
 from windrow.torch.backend._constants import value
@@ -18,9 +19,11 @@ _aten = torch.ops.aten
 def others_to_windrows(graph: fx.Graph, report: Report | None) -> None:
     """Replaces calls of PyTorch's operators by calls of functions that compute the same."""
     norms = {node for node in graph.nodes if node.target is _aten.native_group_norm.default and _may_be_ours(node)}
-    in_last = {node for node in norms if pays_in_channels_last(value(node.args[0]), node.args[-2])}
+    in_last = {node for node in norms if pays_in_channels_last(value(_uncopied(node.args[0])), node.args[-2])}
     if in_last and not keep_results(graph):
         in_last.clear()
+    if in_last:
+        _read_without_copies(graph, in_last)
     for node in [*graph.nodes]:
         if node.target is _aten.gelu.default:
             if value(node).dtype in TYPES and value(node).device.type in ("cpu", "cuda"):
@@ -38,6 +41,22 @@ def others_to_windrows(graph: fx.Graph, report: Report | None) -> None:
             graph.erase_node(node)
             if report is not None:
                 report.fused(name_of(node), "group_norm")
+
+
+def _read_without_copies(graph: fx.Graph, norms: set[fx.Node]) -> None:
+    """Lets these normalisations, and Windrow's convolutions, read images as they are: both take any layout."""
+    for node in graph.nodes:
+        if node in norms or node.target is CONV2D_FUSED:
+            for read in node.all_input_nodes:
+                node.replace_input_with(read, _uncopied(read))
+    graph.eliminate_dead_code()
+
+
+def _uncopied(node: fx.Node) -> fx.Node:
+    """The image that a node copies, or the node itself. On CUDA PyTorch copies the image of a group normalisation into
+    row-major order."""
+    is_copy = node.target is _aten.clone.default and node.kwargs.get("memory_format") is not torch.channels_last
+    return node.args[0] if is_copy else node  # type: ignore[return-value]
 
 
 def _may_be_ours(node: fx.Node) -> bool:

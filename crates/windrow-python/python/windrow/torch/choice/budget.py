@@ -12,7 +12,8 @@ tenth of a block's or a single layer's memory would hold none of it.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ _base: int | None = None
 _peak = 0
 # The peak memory of PyTorch alone, by device, as far as it is known.
 _theirs: dict[torch.device, int] = {}
+# The bytes that stand beside the convolution of a graph that is being compiled, which do not exist yet.
+_beside = 0
 
 
 def start(model: nn.Module) -> None:
@@ -79,6 +82,23 @@ def look_ahead(device: torch.device, image: int, result: int) -> None:
         look(device, result + max(0, result - image))
 
 
+def expect(device: torch.device, more: int) -> None:
+    """Records that PyTorch is going to need so many bytes more than are in use now."""
+    if device.type == "cuda":
+        look(device, more)
+
+
+@contextmanager
+def beside(bytes: int) -> Iterator[None]:
+    """A context in which so many bytes count as in use, too."""
+    global _beside
+    before, _beside = _beside, bytes
+    try:
+        yield
+    finally:
+        _beside = before
+
+
 def is_there_room(device: torch.device, kept: int, scratch: int, in_graph: bool = False) -> bool:
     """True if there is room for `kept` bytes for good and `scratch` bytes during a run, including its results.
     `in_graph`: for filters that are packed only inside a captured CUDA graph; always False on CPUs, which capture none.
@@ -102,7 +122,7 @@ def most(device: torch.device) -> int:
 def _on_cuda(device: torch.device, in_graph: bool = False) -> tuple[int, int]:
     """The room for packed filters and anything else beyond PyTorch's peak; and by how much this peak exceeds the memory
     in use now."""
-    peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device)
+    peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device) + _beside
     free = torch.cuda.get_device_properties(device).total_memory >> policy.FREE_IN_GRAPHS if in_graph else policy.FREE
     packed = _filters.kept_bytes(device, and_promised=in_graph)
     return max(free, int(policy.GROWTH * peak)) - packed, max(0, peak - now)
