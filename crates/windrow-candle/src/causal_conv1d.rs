@@ -24,7 +24,7 @@ pub struct CausalConv1dOptions<'a> {
     pub bias: Option<&'a Tensor>,
     /// The activation after the bias.
     pub activation: Activation,
-    /// The index of each token's sequence [b, l], i32 or u32.
+    /// The number of each token's sequence [b, l], i32 or u32; a negative number is padding.
     pub seq_idx: Option<&'a Tensor>,
     /// Boundaries of packed sequences [sequences + 1], i32, i64 or u32, with b = 1.
     pub cu_seqlens: Option<&'a Tensor>,
@@ -40,9 +40,9 @@ pub struct CausalConv1dUpdateOptions<'a> {
     pub bias: Option<&'a Tensor>,
     /// The activation after the bias.
     pub activation: Activation,
-    /// The number of earlier tokens `[b]`, i32 or u32. If it is given, the state is a ring buffer.
+    /// The number of earlier tokens `[b]`, i32, i64 or u32. If it is given, the state is a ring buffer.
     pub cache_seqlens: Option<&'a Tensor>,
-    /// The index of the state of each row of x, `[b]`, i32 or u32; -1 is padding.
+    /// The index of the state of each row of x, `[b]`, i32, i64 or u32; a negative index is padding.
     pub conv_state_indices: Option<&'a Tensor>,
 }
 

@@ -17,14 +17,14 @@
 //!
 //! # What holds for all operators
 //!
-//! - Types f32, f16 and bf16; any strides of inputs. Tensors on the CPU, and with the feature `cuda` on CUDA
-//!   devices, where work is ordered on the stream of candle's device.
-//! - A result is a tensor of its own. It is row-major, or channels-last where the input of a
-//!   convolution is.
+//! - The element types are f32, f16 and bf16. Inputs may have any strides. Tensors are on the CPU or, with the feature
+//!   `cuda`, on CUDA devices, where work is ordered on the stream of candle's device.
+//! - A result is a new tensor. It is row-major. If the input of a convolution is channels-last, its result is too.
 //! - Options and accuracy are those of the [`windrow`] crate, whose pages say more.
-//! - A wrong argument is an error that names it, what was given and what was expected. What a
-//!   device reports is [`candle_core::Error::Cuda`] with a [`windrow::Error`] in it.
-//! - With the environment variable `WINDROW_VERIFY=1` each run is compared with an f64 oracle.
+//! - The error for a wrong argument names the argument, what was given and what was expected. An error of a device is
+//!   [`candle_core::Error::Cuda`] with a [`windrow::Error`] in it.
+//! - With the environment variable `WINDROW_VERIFY=1` each result is compared with a reference implementation in f64
+//!   (the *oracle*).
 
 mod causal_conv1d;
 mod conv2d;
@@ -46,12 +46,13 @@ use candle_core::{Result, Tensor};
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// Windrow's operators on candle's tensors. The names of those that candle has too begin with `windrow_`.
+/// Windrow's operators on candle's tensors. If candle has a method of the same name, the name of Windrow's begins with
+/// `windrow_`.
 pub trait TensorExt {
     /// GELU of each element, exact or in its tanh form; see [`windrow::GeluSpec`].
     ///
     /// # Errors
-    /// A type that is not f32, f16 or bf16, more than 8 dimensions.
+    /// A type that is not f32, f16 or bf16, or more than 8 dimensions.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -63,11 +64,11 @@ pub trait TensorExt {
     /// ```
     fn windrow_gelu(&self, approximate: Approximate) -> Result<Tensor>;
 
-    /// `gelu(x + bias) * gate`: bias `[last dimension of x]`, f32 or x's type, gate like x. With a gate
-    /// this is GEGLU.
+    /// `gelu(x + bias) * gate`. `bias` is `[last dimension of x]`, f32 or of x's type. `gate` has x's shape and type.
+    /// With a gate this is GEGLU.
     ///
     /// # Errors
-    /// As [`windrow_gelu`](Self::windrow_gelu), and shapes and types that do not fit.
+    /// Those of [`windrow_gelu`](Self::windrow_gelu), and shapes and types of bias and gate that do not match x.
     fn windrow_gelu_with(
         &self,
         bias: Option<&Tensor>,
@@ -78,8 +79,8 @@ pub trait TensorExt {
     /// [`windrow_gelu_with`](Self::windrow_gelu_with) in place.
     ///
     /// # Errors
-    /// As there, and for a tensor that takes part in a gradient, has elements that share memory, or
-    /// shares storage with bias or gate.
+    /// Those of [`windrow_gelu_with`](Self::windrow_gelu_with), and a tensor that takes part in a gradient, has
+    /// elements that share memory, or shares storage with bias or gate.
     fn windrow_gelu_in_place(
         &self,
         bias: Option<&Tensor>,
@@ -90,17 +91,16 @@ pub trait TensorExt {
     /// Causal convolution of x [b, d, l] with `weight` [d, width] (depthwise), or [d_out, d, width]; see
     /// [`windrow::CausalConv1dSpec`]. The result is [b, d_out, l].
     ///
-    /// Gradients flow to x, weight, bias and initial states. If both bias and initial states need one, both are of
-    /// x's type.
+    /// Gradients flow to x, weight, bias and initial states. If both bias and initial states need a gradient, both must
+    /// be of x's type.
     ///
     /// # Errors
-    /// Types, shapes and devices that do not fit; both `seq_idx` and `cu_seqlens`; bad
-    /// `cu_seqlens`.
+    /// Types, shapes or devices that do not match; both `seq_idx` and `cu_seqlens`; `cu_seqlens` that does not rise
+    /// from 0 to l.
     fn causal_conv1d(&self, weight: &Tensor, options: &CausalConv1dOptions<'_>) -> Result<Tensor>;
 
-    /// [`causal_conv1d`](Self::causal_conv1d), and the last `width - 1` tokens of each sequence
-    /// [b or sequences, d, width-1], which its continuation begins with. No gradient flows through
-    /// these.
+    /// [`causal_conv1d`](Self::causal_conv1d), and the final states [b or sequences, d, width-1]: the last `width - 1`
+    /// tokens of each sequence, which a later call takes as initial states. No gradient flows through the final states.
     ///
     /// # Errors
     /// As [`causal_conv1d`](Self::causal_conv1d).
@@ -112,11 +112,11 @@ pub trait TensorExt {
 
     /// One step of decoding: the convolution of new tokens x [b, d, l] that follow those in
     /// `conv_state` [b, d, width-1 or more], which is advanced in place; see
-    /// [`windrow::CausalConv1dUpdateSpec`]. No gradient.
+    /// [`windrow::CausalConv1dUpdateSpec`]. A step has no gradient.
     ///
     /// # Errors
-    /// Types, shapes and devices that do not fit, indices out of range, a state that takes part in a
-    /// gradient or shares storage with another argument.
+    /// Types, shapes or devices that do not match; indices out of range; a state that takes part in a gradient or
+    /// shares storage with another argument.
     fn causal_conv1d_update(
         &self,
         conv_state: &Tensor,
@@ -128,7 +128,7 @@ pub trait TensorExt {
     /// [`windrow::Conv2dSpec`]. [`nn::Conv2d`] caches the packed filter; this function packs it on every call.
     ///
     /// # Errors
-    /// Types, shapes and options that do not fit.
+    /// Types, shapes or options that do not match.
     fn windrow_conv2d(
         &self,
         weight: &Tensor,

@@ -7,7 +7,7 @@ use serde::Serialize;
 use windrow::Device;
 use windrow::cuda::DeviceInfo;
 
-/// List the devices, and what this machine's cores and memory reach.
+/// List the devices, and the speed of this machine's cores and memory.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  windrow devices\n  windrow devices --json")]
 pub(crate) struct Devices {

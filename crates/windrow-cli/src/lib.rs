@@ -30,7 +30,7 @@ use windrow::Verify;
 #[derive(Debug, Parser)]
 #[command(name = "windrow", version, max_term_width = 100, after_help = AFTER_HELP)]
 struct Command {
-    /// No progress, and no word about what was done; results, warnings and errors stay
+    /// Print no progress and no lines about what was done, only results, warnings and errors
     #[arg(long, short, global = true, display_order = 1000)]
     quiet: bool,
     #[command(subcommand)]
@@ -47,17 +47,18 @@ Examples:
 Environment:
   WINDROW_NUM_THREADS  CPU threads [default: all cores]
   WINDROW_ISA          instruction set of the CPU's kernels [default: the fastest there is]
-  WINDROW_VERIFY       1: compare every result with the oracle
-  WINDROW_LOG          error, warn (unless told otherwise), info, debug, trace or off
+  WINDROW_VERIFY       1: compare every result with its f64 reference (the oracle)
+  WINDROW_LOG          log level: error, warn (the default), info, debug, trace or off
   WINDROW_TUNE_CACHE   folder for what `windrow tune` finds
-  WINDROW_CACHE_DIR    folder for compiled kernels, and for `tuning` unless told otherwise
-  WINDROW_CUDA_PATH    folders to look for CUDA's libraries in first
-  WINDROW_CUDA_SYNC    1: wait for every kernel, so that a fault has the right name
-  WINDROW_HIP_PATH     folders to look for HIP's libraries in first
-  WINDROW_HIP_SYNC     1: as WINDROW_CUDA_SYNC
+  WINDROW_CACHE_DIR    folder for compiled kernels, and for `tune` without WINDROW_TUNE_CACHE
+  WINDROW_CUDA_PATH    folders where CUDA's libraries are looked for first
+  WINDROW_CUDA_SYNC    1: wait for every kernel, so that a fault names the right kernel
+  WINDROW_HIP_PATH     folders where HIP's libraries are looked for first
+  WINDROW_HIP_SYNC     1: the same on AMD GPUs
   NO_COLOR             no colours on a terminal
 
-Exit status: 0, 1 if a result differs from the oracle, 2 for bad arguments or data.";
+Exit status: 0; 1 if a result differs from the oracle; 2 for bad arguments or data, or if the
+device or memory is missing.";
 
 #[derive(Debug, clap::Subcommand)]
 enum Action {

@@ -8,7 +8,7 @@ use clap::error::{ContextKind, ContextValue, Error};
 pub(crate) enum Operator {
     /// GELU and its gated form
     Gelu,
-    /// Causal depthwise 1-D convolution
+    /// Causal 1-D convolution, depthwise or dense
     #[value(name = "causal-conv1d", alias = "causal_conv1d")]
     CausalConv1d,
     /// 2-D convolution
@@ -32,8 +32,8 @@ impl Operator {
     }
 }
 
-/// Says which operator is meant by a name that is a part of an operator's, as `conv1d` is; clap finds what is nearest in
-/// letters. An operator in place of a command is one of `run`.
+/// Says which operator is meant by a name that is a part of an operator's, as `conv1d` is; clap finds what is nearest
+/// in letters. An operator in place of a command is one of `run`.
 pub(crate) fn suggest(mut error: Error, is_run: bool) -> Error {
     if let Some(ContextValue::String(name)) = error.get(ContextKind::InvalidSubcommand) {
         let start = if is_run { "" } else { "run " };

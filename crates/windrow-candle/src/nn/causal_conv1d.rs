@@ -6,8 +6,8 @@ use windrow::Activation;
 /// The short convolution of Mamba, Qwen3-Next and similar models: depthwise, over the last `width` tokens, with a state
 /// for decoding.
 ///
-/// Takes the place of a `candle_nn::Conv1d` with `groups` = channels and `padding` = `width - 1`, of
-/// whose result models drop the last `width - 1` tokens.
+/// A replacement of a `candle_nn::Conv1d` with `groups` = channels and `padding` = `width - 1`. Models drop the last
+/// `width - 1` tokens of that layer's result; this layer does not compute them.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -32,7 +32,7 @@ impl CausalConv1d {
     /// A layer with `weight` [d, 1, width], as checkpoints have it, or [d, width], and bias `[d]`.
     ///
     /// # Errors
-    /// A weight of another rank, or not 1 in its second of three dimensions.
+    /// A weight that has neither 2 dimensions nor 3 of which the second is 1.
     pub fn new(weight: Tensor, bias: Option<Tensor>, activation: Activation) -> Result<Self> {
         let weight = match *weight.dims() {
             [_, 1, _] => weight.squeeze(1)?,

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use windrow::{Accuracy, Activation, Conv2dParams, Filter};
 
 /// A replacement of [`candle_nn::Conv2d`]: bias and activation are fused with the convolution, and the packed filter is
-/// cached until it changes.
+/// cached until the filter changes.
 ///
-/// What is packed is right by content, by a checksum of the filter on every call ([`windrow::FilterCache`]). A filter
-/// that takes part in gradients is packed on every call. [`Conv2d::freeze`] is for filters that stay as they are. Clones share what is packed.
+/// A checksum of the filter on every call finds out whether it has changed ([`windrow::FilterCache`]). A filter that
+/// takes part in gradients is packed on every call. [`Conv2d::freeze`] is for filters that do not change. Clones share
+/// the packed filter.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -75,7 +76,8 @@ impl Conv2d {
     /// The layer that computes this one followed by `bn` in evaluation mode.
     ///
     /// # Errors
-    /// A batch norm without weight and bias, other sizes; an activation, which lies between the two.
+    /// A batch norm without weight and bias, or of another number of channels. A layer that has an activation: it would
+    /// lie between convolution and batch norm.
     pub fn absorb_bn(&self, bn: &BatchNorm) -> Result<Self> {
         if self.params.activation != Activation::Identity {
             candle_core::bail!(

@@ -1,8 +1,8 @@
-//! `bench causal-conv1d --case amd`: the program of the document that causal conv1d as a product of matrices comes from,
-//! a test for AMD's matrix cores: batch 1, 2048 positions, 64 channels, 4 taps, in halves.
+//! `bench causal-conv1d --case amd`: a causal conv1d as a product of matrices, a test for AMD's matrix cores. It has
+//! batch 1, 2048 positions, 64 channels and 4 taps, in f16.
 //!
-//! It has two modes. Verifying, it compares both matrices that it makes on the device, and the result; in production it
-//! makes them for the product only.
+//! It runs in two modes. The first compares both matrices that are made on the device, and the result. The second
+//! compares the result only.
 
 use crate::failure::Failure;
 use crate::print;
@@ -20,7 +20,7 @@ const HK: usize = 4;
 /// The cases that have a name of their own.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 pub(crate) enum Named {
-    /// The document's program for AMD's matrix cores, in both of its modes
+    /// A causal conv1d as a product of matrices in f16, a test for AMD's matrix cores
     Amd,
 }
 

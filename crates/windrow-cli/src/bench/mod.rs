@@ -30,7 +30,7 @@ use std::time::Duration;
 use windrow::verify::Comparison;
 use windrow::{DType, Device, PlanOptions};
 
-/// Measure speed and error; without arguments all operators, in about a minute.
+/// Measure speed and error, of all operators in about a minute.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -46,7 +46,7 @@ pub(crate) struct Bench {
     /// that ship with it]
     #[arg(long, value_name = "FILE")]
     layers: Option<PathBuf>,
-    /// The real batch of the 18 layers (a sixteenth otherwise) and longer causal convolutions
+    /// Measure the 18 layers with their full batch instead of a sixteenth, and longer causal convolutions
     #[arg(long)]
     full: bool,
     /// Element types [default: chosen for each case]
@@ -55,31 +55,31 @@ pub(crate) struct Bench {
     /// Algorithm by name; cases that it cannot compute are left out [default: the cost model's choice]
     #[arg(long, value_name = "NAME", value_parser = names::any_algorithm())]
     algorithm: Option<String>,
-    /// Run one case that is a program of its own, and compare its stages
+    /// Run only this special case, which compares its stages with the oracle
     #[arg(long, value_name = "NAME", conflicts_with_all = ["layers", "full", "dtype", "algorithm", "devices", "json", "csv", "plot"])]
     case: Option<document::Named>,
     /// CPU threads [default: all cores]
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
-    /// Measure each case so often [default: until its time is used up]
+    /// Number of measurements of each case [default: as many as fit into its time]
     #[arg(long, value_name = "N")]
     iterations: Option<NonZeroUsize>,
     /// cpu, cuda:INDEX or hip:INDEX
     #[arg(long, default_value = "cpu")]
     device: Device,
-    /// CUDA devices to split conv2d's batch over; also as a job, by torchrun's variables
+    /// CUDA devices over which conv2d's batch is split; not needed under torchrun
     #[arg(long, value_name = "INDEX", value_delimiter = ',', conflicts_with_all = ["device", "threads", "csv", "plot"])]
     devices: Vec<u32>,
-    /// With several devices: also bring the whole output to each of them
+    /// With several devices: also gather the whole output on each
     #[arg(long)]
     gather: bool,
-    /// With several devices: give up when one does not answer for so long
+    /// With several devices: fail if one does not answer for this long
     #[arg(long, value_name = "SECONDS", default_value = "60")]
     timeout: u64,
     /// Print JSON instead of tables
     #[arg(long)]
     json: bool,
-    /// Also write the rows as CSV; with `-` on standard output, and tables on standard error
+    /// Also write the rows as CSV. With `-` the CSV goes to standard output, tables to standard error
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
     #[cfg_attr(feature = "png", doc = "Also draw the rates to FILE.svg or FILE.png")]

@@ -24,19 +24,19 @@ pub(crate) struct CausalConv1d {
     /// x [b, d, l], f32, f16 or bf16; `-` is standard input
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
-    /// w [d, width], or dense [d_out, d_in, width]
+    /// w [d, width], or [d_out, d, width] for a dense convolution
     #[arg(long, value_name = "FILE")]
     weight: PathBuf,
-    /// Bias [d]
+    /// Bias [d], or [d_out] for a dense convolution
     #[arg(long, value_name = "FILE")]
     bias: Option<PathBuf>,
-    /// Applied to the sums; swish is silu, none is identity
+    /// Activation of the sums; swish is another name of silu, none of identity
     #[arg(long, value_name = "NAME", default_value = "identity", value_parser = names::activation())]
     activation: Activation,
-    /// Sequence that each token belongs to, i32 [b, l]; negative is padding
+    /// Number of each token's sequence, i32 [b, l]; a negative number is padding
     #[arg(long, value_name = "FILE")]
     seq_idx: Option<PathBuf>,
-    /// Beginnings of packed sequences and the end, i32 or i64 [sequences + 1]
+    /// First token of each packed sequence, and the number of tokens, i32 or i64 [sequences + 1]
     #[arg(long, value_name = "FILE")]
     cu_seqlens: Option<PathBuf>,
     /// Inputs before x: [b or sequences, d, width - 1]
@@ -45,7 +45,7 @@ pub(crate) struct CausalConv1d {
     /// File for the states after x, for the next call's --initial-states
     #[arg(long, value_name = "FILE")]
     final_states: Option<PathBuf>,
-    /// x and y are [b, l, d] in their files
+    /// The files of x and y have channels last: [b, l, d]
     #[arg(long, alias = "channel-last")]
     channels_last: bool,
     /// Algorithm by name [default: the cost model's choice]

@@ -33,28 +33,28 @@ pub(crate) struct Conv2d {
     /// Residual of y's type and shape, added before the activation
     #[arg(long, value_name = "FILE")]
     residual: Option<PathBuf>,
-    /// Step, one number or rows,columns
+    /// Stride: one number, or two as rows,columns
     #[arg(long, default_value = "1", value_name = "N", value_parser = pair, allow_negative_numbers = true)]
     stride: [usize; 2],
-    /// Zeros around x, one number or rows,columns
+    /// Zeros around x: one number, or two as rows,columns
     #[arg(long, default_value = "0", value_name = "N", value_parser = pair, allow_negative_numbers = true)]
     padding: [usize; 2],
-    /// Distance of filter taps, one number or rows,columns
+    /// Distance of filter taps: one number, or two as rows,columns
     #[arg(long, default_value = "1", value_name = "N", value_parser = pair, allow_negative_numbers = true)]
     dilation: [usize; 2],
     /// Groups of channels
     #[arg(long, default_value_t = 1)]
     groups: usize,
-    /// Applied to the sums; swish is silu, none is identity
+    /// Activation of the sums; swish is another name of silu, none of identity
     #[arg(long, value_name = "NAME", default_value = "identity", value_parser = names::activation())]
     activation: Activation,
-    /// The most inexact that an algorithm may be [default: fp32]
+    /// Accuracy that the algorithm must have [default: fp32]
     #[arg(long, value_name = "NAME", value_parser = names::accuracy())]
     accuracy: Option<Accuracy>,
     /// Algorithm by name [default: the cost model's choice]
     #[arg(long, value_name = "NAME", value_parser = names::conv2d())]
     algorithm: Option<Conv2dAlgorithm>,
-    /// x and y are [n, h, w, c] in their files
+    /// The files of x and y have channels last: [n, h, w, c]
     #[arg(long, alias = "channel-last")]
     channels_last: bool,
     #[command(flatten)]

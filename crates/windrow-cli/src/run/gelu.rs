@@ -23,7 +23,7 @@ pub(crate) struct Gelu {
     /// Gate of x's shape, multiplied with the result
     #[arg(long, value_name = "FILE")]
     gate: Option<PathBuf>,
-    /// How exact: erf, or the formula by tanh
+    /// Form: none is exact, by erfc; tanh is the approximation by tanh
     #[arg(long, value_name = "NAME", default_value = "none", value_parser = names::approximate())]
     approximate: Approximate,
     /// Algorithm by name [default: the cost model's choice]

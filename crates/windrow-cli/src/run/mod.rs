@@ -17,9 +17,9 @@ use windrow::{DType, Device, Error, Placed, Plan, PlanOptions, Tensor};
 
 /// Run one operator on tensors from .npy, .npz or .safetensors files.
 ///
-/// Elements are f32, f16 or bf16. A tensor of an archive is chosen by PATH:NAME. Outputs are .npy or
-/// .safetensors files. `-` is standard input or output: .npy or .safetensors is told from the first
-/// bytes, and .npy is written (bf16 as .safetensors).
+/// Elements are f32, f16 or bf16. PATH:NAME chooses a tensor of a .npz or .safetensors file. Outputs are
+/// .npy or .safetensors files. `-` is standard input or output. The first bytes tell if the input is
+/// .npy or .safetensors. The output is .npy, or .safetensors for bf16.
 #[derive(Debug, clap::Subcommand)]
 #[command(after_help = EXAMPLES)]
 pub(crate) enum Run {
@@ -55,7 +55,8 @@ struct Common {
     /// CPU threads [default: all cores]
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
-    /// Compare the result with the f64 oracle before it is written (exit status 1 if it differs)
+    /// Compare the result with its f64 reference (the oracle) before it is written; exit status 1 if
+    /// it differs
     #[arg(long)]
     verify: bool,
 }

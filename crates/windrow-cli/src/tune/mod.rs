@@ -21,7 +21,7 @@ use std::time::Duration;
 use windrow::tuning::{self, Report, Search};
 use windrow::{Accuracy, DType, Device, PlanOptions};
 
-/// Measure the configurations of every problem and remember the fastest.
+/// Measure the configurations of every problem and store the fastest for later plans.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -36,13 +36,13 @@ pub(crate) struct Tune {
     /// that ship with it]
     #[arg(long, value_name = "FILE")]
     layers: Option<PathBuf>,
-    /// The real batch of the 18 layers; otherwise a sixteenth
+    /// Take the 18 layers with their full batch instead of a sixteenth
     #[arg(long)]
     full: bool,
     /// Element types
     #[arg(long, value_name = "TYPE", value_delimiter = ',', default_value = "f32", value_parser = names::dtype())]
     dtype: Vec<DType>,
-    /// The most inexact that an algorithm of conv2d may be
+    /// Accuracy that the algorithms of conv2d must have
     #[arg(long, value_name = "NAME", default_value = "fp32", value_parser = names::accuracy())]
     accuracy: Accuracy,
     /// CPU threads [default: all cores]
@@ -51,22 +51,23 @@ pub(crate) struct Tune {
     /// cpu, cuda:INDEX or hip:INDEX
     #[arg(long, default_value = "cpu")]
     device: Device,
-    /// Time for measuring, over all problems [default: one second each]
+    /// Seconds of measuring, for all problems together [default: one for each problem]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     budget: Option<Duration>,
-    /// Then measure every configuration alike, to see what the model and the search have missed
+    /// After the search, measure every configuration equally often, to see what the cost model and the
+    /// search missed
     #[arg(long)]
     exhaustive: bool,
-    /// Instead show times of conv2d or gelu on CUDA with 64 to 1024 threads per block
+    /// Only print the times of conv2d or gelu on CUDA with 64 to 1024 threads per block
     #[arg(long, conflicts_with_all = ["exhaustive", "export", "import"])]
     threads_per_block: bool,
     /// Print JSON instead of tables
     #[arg(long)]
     json: bool,
-    /// Instead write what was found on this machine for the device to a file; `-` is standard output
+    /// Only write what was found for the device on this machine to a file; `-` is standard output
     #[arg(long, value_name = "FILE", conflicts_with = "import")]
     export: Option<PathBuf>,
-    /// Instead take over a file that was exported; `-` is standard input
+    /// Only add the entries of an exported file to this machine's table; `-` is standard input
     #[arg(long, value_name = "FILE")]
     import: Option<PathBuf>,
 }

@@ -17,7 +17,7 @@ use std::num::NonZeroUsize;
 use windrow::Device;
 use windrow::verify::{self, Case, Check, KernelLaunches};
 
-/// Compare every operator with its f64 oracle; exit status 1 if one differs.
+/// Compare every operator with its f64 reference (the oracle); exit status 1 if one differs.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -34,10 +34,10 @@ pub(crate) struct Verify {
     /// Only two cases for each algorithm, element type and layout
     #[arg(long)]
     quick: bool,
-    /// On a GPU: no more cases of an operator once each of its kernels was launched
+    /// On a GPU: stop an operator's cases as soon as each of its kernels was launched
     #[arg(long, conflicts_with = "quick")]
     kernels: bool,
-    /// Threads that run cases [default: one a core]
+    /// Threads that run cases [default: one for each core]
     #[arg(long)]
     threads: Option<NonZeroUsize>,
     /// Print JSON instead of tables

@@ -15,16 +15,16 @@ const MOST_FAILURES: usize = 100;
 /// Random cases instead of the fixed ones.
 #[derive(Debug, clap::Args)]
 pub(super) struct Random {
-    /// Random cases for so many seconds instead of the fixed ones
+    /// Run random cases for this many seconds instead of the fixed cases
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "60")]
     random: Option<f64>,
-    /// With --random: where the cases begin, the same ones on every machine [default: the clock]
+    /// With --random: the seed, which gives the same cases on every machine [default: from the clock]
     #[arg(long, requires = "random")]
     seed: Option<u64>,
-    /// With --random: so many cases, however long they take
+    /// With --random: run this many cases, however long they take
     #[arg(long, value_name = "NUMBER", requires = "random", conflicts_with = "case")]
     cases: Option<u64>,
-    /// With --random: this case alone, as a failure names it
+    /// With --random: run only the case of this number, which a failure prints
     #[arg(long, value_name = "NUMBER", requires = "random")]
     case: Option<u64>,
     /// With --random: print a hash of all results for each instruction set
