@@ -1,8 +1,8 @@
 //! Decoding on GPUs.
 
 use crate::causal_conv1d::gpu::shared::{
-    PARAMETERS, SMALL, THREADS, address, define_operands, header, index_name, output_address,
-    rows_launch, source, strides,
+    PARAMETERS, SMALL, THREADS, address, broken_rule, define_operands, header, index_name,
+    output_address, rows_launch, source, strides,
 };
 use crate::causal_conv1d::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, params};
@@ -167,7 +167,7 @@ impl Update {
             bias: address(args.bias.as_ref()),
             cache_seqlens: address(args.cache_seqlens.as_ref()),
             state_indices: address(args.conv_state_indices.as_ref()),
-            wrong: if indices { gpu.wrong_index()? } else { 0 },
+            wrong: if indices { gpu.wrong_index(broken_rule)? } else { 0 },
             ..self.params
         };
         let step = self.step.and_then(|(kernel, step)| Some((kernel, step.launch(&params)?)));

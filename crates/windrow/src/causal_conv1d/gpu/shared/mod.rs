@@ -1,5 +1,9 @@
 //! The code that kernels of causal convolution share: headers, parameters, constants, launches.
 
+mod indices;
+
+pub(crate) use indices::broken_rule;
+
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, Problem};
 use crate::gpu::{Gpu, KernelSpec, Launch, Source, params, type_name};
 use crate::{Activation, DType, Result, TensorDesc, TensorMut, TensorRef};
@@ -136,7 +140,7 @@ impl Params {
             seq_idx: address(args.seq_idx.as_ref()),
             cu_seqlens: address(args.cu_seqlens.as_ref()),
             initial_states: address(args.initial_states.as_ref()),
-            wrong: if args.cu_seqlens.is_some() { gpu.wrong_index()? } else { 0 },
+            wrong: if args.cu_seqlens.is_some() { gpu.wrong_index(broken_rule)? } else { 0 },
             ..*self
         })
     }

@@ -1,8 +1,8 @@
 //! Serving on GPUs.
 
 use crate::causal_conv1d::gpu::shared::{
-    GRID, PARAMETERS, THREADS, address, define_operands, header, is_simple, output_address,
-    rows_launch, source, strides,
+    GRID, PARAMETERS, THREADS, address, broken_rule, define_operands, header, is_simple,
+    output_address, rows_launch, source, strides,
 };
 use crate::causal_conv1d::serving::{Sizes, TREE};
 use crate::causal_conv1d::{
@@ -440,7 +440,7 @@ impl Serving {
             windows: output_address(outputs.intermediate_windows.as_ref()),
             parents: output_address(outputs.parent_token.as_ref()),
             wrong: match indices.iter().any(|given| given.is_some()) {
-                true => gpu.wrong_index()?,
+                true => gpu.wrong_index(broken_rule)?,
                 false => 0,
             },
             ..self.params
