@@ -32,8 +32,8 @@ const LAYERS: [&[&str]; 5] = [
 /// Lists of members of a higher layer (docs/ARCHITECTURE.md, Lists): who reads one, and what it names.
 const LISTS: [(&str, &[&str]); 2] = [("gpu/device", &["BACKENDS"]), ("tuning", &["TUNABLE"])];
 
-/// The operators, whose files have no circle of imports.
-const WITHOUT_CIRCLES: [&str; 3] = ["causal_conv1d", "conv2d", "gelu"];
+/// The operators. Their files have no circle of imports, and import nothing of another operator.
+const OPERATORS: [&str; 3] = ["causal_conv1d", "conv2d", "gelu"];
 
 /// The most lines of a file of Rust.
 const LINES: usize = 500;
@@ -76,6 +76,7 @@ const CRATES: [&str; 4] = ["windrow", "windrow-cli", "windrow-candle", "windrow-
 pub(crate) fn check() -> Result {
     let imports = Imports::of(&root().join("crates/windrow/src"))?;
     let mut faults = upwards(&imports);
+    faults.extend(across(&imports));
     faults.extend(circles(&imports));
     long_files(&root().join("crates"), &mut faults)?;
     faults.extend(untested(&fs::read_to_string(root().join(RELIABILITY))?));
@@ -139,10 +140,25 @@ fn upwards(imports: &Imports) -> Vec<String> {
     faults.into_iter().collect()
 }
 
+/// Imports of one operator by another. What two operators need belongs to a lower layer.
+fn across(imports: &Imports) -> Vec<String> {
+    let operator =
+        |module: &Module| module.first().filter(|name| OPERATORS.contains(&&***name)).cloned();
+    let pairs = imports
+        .0
+        .keys()
+        .filter(|(from, to)| operator(from).zip(operator(to)).is_some_and(|(from, to)| from != to));
+    pairs
+        .map(|(from, to)| {
+            format!("{} imports {}, of another operator", from.join("/"), to.join("/"))
+        })
+        .collect()
+}
+
 /// Circles between files of a folder.
 fn circles(imports: &Imports) -> Vec<String> {
     let all = imports.circles().into_iter();
-    all.filter(|(folder, _)| folder.first().is_some_and(|name| WITHOUT_CIRCLES.contains(&&**name)))
+    all.filter(|(folder, _)| folder.first().is_some_and(|name| OPERATORS.contains(&&**name)))
         .map(|(folder, ring)| {
             format!("{}: a circle of imports: {}", folder.join("/"), ring.join(", "))
         })
@@ -308,5 +324,8 @@ mod tests {
         let mut both = imports("conv2d/spec", "conv2d/problem", "Problem");
         both.0.extend(imports("conv2d/problem", "conv2d/spec", "Spec").0);
         assert_eq!(circles(&both).len(), 1);
+        assert!(across(&both).is_empty());
+        assert!(across(&imports("conv2d/spec", "activation", "Activation")).is_empty());
+        assert_eq!(across(&imports("conv2d/spec", "gelu/spec", "GeluSpec")).len(), 1);
     }
 }
