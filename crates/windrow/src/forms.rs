@@ -47,7 +47,7 @@ macro_rules! setters {
     }) => {
         impl $(<$life>)? $type $(<$life>)? {
             $(
-                #[doc = concat!("With this [`", stringify!($field), "`](Self::", stringify!($field), ").")]
+                #[doc = concat!("Sets [`", stringify!($field), "`](Self::", stringify!($field), ").")]
                 #[must_use]
                 pub fn $method(mut self, $field: $value) -> Self {
                     self.$field = $field;
@@ -55,7 +55,7 @@ macro_rules! setters {
                 }
             )*
             $(
-                #[doc = concat!("With this [`", stringify!($given), "`](Self::", stringify!($given), "), or without.")]
+                #[doc = concat!("Sets [`", stringify!($given), "`](Self::", stringify!($given), "); `None` removes it.")]
                 #[must_use]
                 pub fn $optional(mut self, $given: impl Into<Option<$inner>>) -> Self {
                     self.$given = $given.into();

@@ -138,7 +138,7 @@ fn family(name: &str) -> (usize, String) {
 /// Names of networks with the class of their type, PyTorch's error and Windrow's.
 fn networks(record: &Value) -> Vec<(String, &'static str, f64, f64)> {
     let case = |(name, case): (&str, &Value)| {
-        // Halves at the tier of halves, and f16 beside bf16, say nothing more.
+        // f16 and bf16 at the tier `half`, and f16 beside bf16, say nothing more.
         if name.contains(" half ") || name.contains("f16_cl") && !name.contains("bf16_cl") {
             return None;
         }

@@ -59,7 +59,7 @@ fn first(algorithms: Vec<GeluAlgorithm>) -> Result<GeluAlgorithm> {
     algorithms.first().copied().ok_or_else(|| {
         Error::unsupported(
             "gelu with half_math native",
-            "it takes f16 or bf16 on CUDA, without bias and gate",
+            "it takes f16 or bf16 on a GPU, without bias and gate",
         )
     })
 }

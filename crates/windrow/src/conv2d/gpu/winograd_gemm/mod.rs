@@ -245,7 +245,7 @@ impl Prepared for WinogradGemm {
         format!(
             "F({m}x{m}, 3x3), {} products of cuBLASLt at a time{}, {} chunks of {} tiles",
             self.cut.blocking.positions,
-            if self.v.parts > 1 { " of f32 split in halves" } else { "" },
+            if self.v.parts > 1 { " of f32 split in f16 parts" } else { "" },
             self.cut.blocking.chunks,
             self.cut.blocking.tiles
         )
