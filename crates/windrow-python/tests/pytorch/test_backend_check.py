@@ -275,6 +275,11 @@ NETWORKS = {
     # With two layers in each of its four blocks: 121 take half a minute to compile.
     "densenet": lambda: published("DenseNet", 8, (2, 2, 2, 2), 16),
     "unet": Unet,
+    # Filters of as many images as results, and of others, with and without groups.
+    "transposed": lambda: nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 2, 2), nn.BatchNorm2d(4), nn.ReLU()),
+        *(nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6), nn.ReLU()),
+    ),
     "convnext": lambda: nn.Sequential(nn.Conv2d(3, 16, 4, 4), Next(), Next(), nn.Conv2d(16, 8, 1)),
 }
 

@@ -78,7 +78,7 @@ class Compared:
             inner = inner + _of(sums.bias, values, constants).to(wide).abs().view(like)
         if was.shape == own.shape and was.data_ptr() != own.data_ptr():
             # The factor by which the operations after the sum scale it.
-            scale = own.flatten(1).norm(dim=1) / was.flatten(1).norm(dim=1)
+            scale = self._by_channel(own).norm(dim=1) / self._by_channel(was).norm(dim=1)
             inner = inner * scale.nan_to_num(nan=0.0, posinf=0.0).view(like)
         if bias is not None:
             inner = inner + bias.to(wide).abs().view(like)
@@ -102,6 +102,13 @@ class Compared:
         if weight.shape[-1] > 1 or weight.shape[-2] > 1:
             squares = largest_nearby(squares)
         return squares.squeeze(2).sqrt_() if is_lines else squares.sqrt_()
+
+    def _by_channel(self, weight: Tensor) -> Tensor:
+        """The filter as a matrix with a row for each channel of the result."""
+        *_, is_transposed, _, groups = self._options()
+        if is_transposed:
+            weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        return weight.flatten(1)
 
     def _terms(self, weight: Tensor) -> int:
         """The number of terms of each sum."""
