@@ -190,20 +190,24 @@ unsafe fn turn_back<S: Simd, T: SimdElement>(
 ) {
     for pixel in (0..len).step_by(S::LANES) {
         let width = S::LANES.min(len - pixel);
+        let is_whole = width == S::LANES && count == S::LANES;
         let mut square = s.zeros();
         // SAFETY: promised by the caller.
         unsafe {
-            let rows = square.as_mut().iter_mut().enumerate();
             let from = from.add(pixel * S::LANES);
-            if width == S::LANES {
-                // A loop of as many turns as a square has rows: they stay in registers.
-                for (p, row) in rows {
+            if is_whole && epilogue.residual.is_none() {
+                // Loops of as many turns as a square has vectors: they stay in registers.
+                for (p, row) in square.as_mut().iter_mut().enumerate() {
                     *row = s.load(from.add(p * S::LANES));
                 }
-            } else {
-                for (p, row) in rows.take(width) {
-                    *row = s.load(from.add(p * S::LANES));
+                let to = to.wrapping_add(pixel);
+                for (c, &y) in s.transpose(square).as_ref().iter().enumerate() {
+                    T::store(s, to.wrapping_offset(c as isize * channel), y);
                 }
+                continue;
+            }
+            for (p, row) in square.as_mut().iter_mut().enumerate().take(width) {
+                *row = s.load(from.add(p * S::LANES));
             }
             let square = s.transpose(square);
             for (c, &y) in square.as_ref().iter().enumerate().take(count) {

@@ -108,29 +108,32 @@ pub(in crate::conv2d::cpu) unsafe fn copy_transposed<S: Simd, T: SimdElement>(
         let height = S::LANES.min(rows - i);
         for j in (0..len).step_by(S::LANES) {
             let width = S::LANES.min(len - j);
-            let mut square = s.zeros();
             // SAFETY: promised by the caller; only elements that were asked for are read. What is written beyond a
             // row is the beginning of one that is written later.
             unsafe {
                 let from = from.offset(i as isize + j as isize * col);
-                let columns = square.as_mut().iter_mut().enumerate();
+                let to = to.add(i * to_row + j);
+                let mut square = s.zeros();
                 if height == S::LANES && width == S::LANES {
-                    // A loop of as many turns as a square has columns: they stay in registers.
-                    for (a, column) in columns {
+                    // Loops of as many turns as a square has vectors: they stay in registers.
+                    for (a, column) in square.as_mut().iter_mut().enumerate() {
                         *column = T::load(s, from.offset(a as isize * col));
                     }
-                } else {
-                    for (a, column) in columns.take(width) {
-                        let from = from.offset(a as isize * col);
-                        *column = match height == S::LANES {
-                            true => T::load(s, from),
-                            false => T::load_first(s, from, height),
-                        };
+                    for (b, &row) in s.transpose(square).as_ref().iter().enumerate() {
+                        s.store(to.add(b * to_row), row);
                     }
+                    continue;
+                }
+                for (a, column) in square.as_mut().iter_mut().enumerate().take(width) {
+                    let from = from.offset(a as isize * col);
+                    *column = match height == S::LANES {
+                        true => T::load(s, from),
+                        false => T::load_first(s, from, height),
+                    };
                 }
                 let square = s.transpose(square);
                 for (b, &row) in square.as_ref().iter().enumerate().take(height) {
-                    let to = to.add((i + b) * to_row + j);
+                    let to = to.add(b * to_row);
                     let is_ahead = j == 0 && (rows - i - b - 1) * to_row + len >= S::LANES;
                     if width == S::LANES || is_ahead && len < S::LANES {
                         s.store(to, row);
