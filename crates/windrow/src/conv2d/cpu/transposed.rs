@@ -2,9 +2,9 @@
 //! transposed in registers, so that channels do, summed as there, and transposed back.
 
 use super::direct::{Operands, Packing, TapSums, TapUnit};
-use super::grouped::{Channels, Single};
 use super::method::Task;
 use super::shared::Vectors;
+use super::shared::channels::{Channels, Single};
 use super::shared::epilogue::Epilogue;
 use super::shared::rows::copy_transposed;
 use super::shared::stencil::{Stencil, Tap};
@@ -144,19 +144,17 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
             let row = src_size[1] * S::LANES;
             let bias = operands.epilogue.bias;
             let bias = if bias.is_null() { bias } else { bias.wrapping_add(channel) };
-            for i in 0..rows {
-                let channels = Channels {
-                    stencil,
-                    src: scratch.cast_const().wrapping_sub(top * row),
-                    src_strides: [row as isize, S::LANES as isize],
-                    filter: operands.packed.as_ptr().wrapping_add(channel),
-                    count,
-                    epilogue: Epilogue { bias, ..operands.epilogue.early() },
-                    dst: transposed.add(i * dst_size[1] * S::LANES),
-                    dst_col: S::LANES as isize,
-                };
-                channels.row(s, Single, first + i);
-            }
+            let channels = Channels {
+                stencil,
+                src: scratch.cast_const().wrapping_sub(top * row),
+                src_strides: [row as isize, S::LANES as isize],
+                filter: operands.packed.as_ptr().wrapping_add(channel),
+                count,
+                epilogue: Epilogue { bias, ..operands.epilogue.early() },
+                dst: transposed,
+                dst_strides: [(dst_size[1] * S::LANES) as isize, S::LANES as isize],
+            };
+            channels.sum(s, Single, first..first + rows);
             let to = operands.dst.wrapping_offset(
                 stencil.dst_offset
                     + n as isize * dst[0]

@@ -2,6 +2,7 @@
 
 pub(super) mod activation;
 pub(super) mod axis;
+pub(super) mod channels;
 pub(super) mod epilogue;
 pub(super) mod pack;
 pub(super) mod rows;

@@ -1,0 +1,496 @@
+//! Sums over filter taps with vectors over channels that lie next to each other.
+
+use super::epilogue::Epilogue;
+use super::stencil::Stencil;
+use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
+use std::ops::Range;
+
+/// Channels that are summed for all rows before the next ones: what they read stays in the first-level cache.
+const CHANNELS: usize = 128;
+
+/// The way to read a vector of channels.
+pub(in crate::conv2d::cpu) trait Read<S: Simd>: Copy {
+    /// True if groups have one channel.
+    const SINGLE: bool;
+    /// The first source channel of a vector of destination channels from `k` on.
+    fn first(self, k: usize) -> usize;
+    /// Channel `c` of the groups that begin at `at`.
+    ///
+    /// # Safety
+    /// What [`Read::first`] names is readable.
+    unsafe fn load<T: SimdElement>(self, s: S, at: *const T, c: usize) -> S::F32;
+}
+
+/// The reader for depthwise convolutions, where each channel is a group.
+#[derive(Clone, Copy)]
+pub(in crate::conv2d::cpu) struct Single;
+
+impl<S: Simd> Read<S> for Single {
+    const SINGLE: bool = true;
+    #[inline(always)]
+    fn first(self, k: usize) -> usize {
+        k
+    }
+    #[inline(always)]
+    unsafe fn load<T: SimdElement>(self, s: S, at: *const T, _: usize) -> S::F32 {
+        // SAFETY: passed on.
+        unsafe { T::load(s, at) }
+    }
+}
+
+/// Channels of some rows of the destination.
+pub(in crate::conv2d::cpu) struct Channels<'a, T, D> {
+    pub stencil: &'a Stencil,
+    /// The first channel at row 0 and column 0; rows that taps read are in memory where they are inside of the image.
+    pub src: *const T,
+    /// Distance of rows and of columns.
+    pub src_strides: [isize; 2],
+    /// The filter of the first channel. Terms are as far apart as there are channels, ordered by filter row, source
+    /// channel of the group, and filter column.
+    pub filter: *const f32,
+    pub count: usize,
+    /// Its bias is the first channel's.
+    pub epilogue: Epilogue,
+    /// The first channel of the first row's first pixel, and the distance of rows and of pixels.
+    pub dst: *mut D,
+    pub dst_strides: [isize; 2],
+}
+
+/// The largest number of pixels at a time, and of columns that their taps read.
+const PIXELS: usize = 8;
+const WINDOW: usize = columns(PIXELS, 5, 2);
+
+/// The number of columns that the taps of neighbouring pixels read.
+const fn columns(pixels: usize, taps: usize, step: usize) -> usize {
+    (pixels - 1) * step + taps
+}
+
+/// Sums of neighbouring pixels on their way to the destination, with a residual or of few channels. Only
+/// [`Channels::finish`] makes it.
+struct Finish<D> {
+    /// [pixel, LANES]
+    sums: *const f32,
+    pixels: usize,
+    /// Channels of a pixel.
+    len: usize,
+    epilogue: Epilogue,
+    /// The first pixel, and the distance of pixels.
+    to: *mut D,
+    col: isize,
+}
+
+impl<D: SimdElement> Kernel for Finish<D> {
+    type Output = ();
+    const IS_SPECIAL: bool = true;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Finish { sums, pixels, len, epilogue, to, col } = self;
+        for p in 0..pixels {
+            // SAFETY: `finish` has made it of sums in memory, and of elements of the destination.
+            unsafe {
+                let sum = s.load(sums.add(p * S::LANES));
+                epilogue.store(s, sum, to.wrapping_offset(p as isize * col), len);
+            }
+        }
+    }
+}
+
+impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
+    /// Computes all pixels of rows, P at a time. A vector of the filter is loaded once for all P pixels, and P sums
+    /// keep the multiplier's pipeline full. P is 7 instead of 8 if that leaves no rest.
+    ///
+    /// # Safety
+    /// All that is named is in memory, and nothing else accesses the destination.
+    #[inline(always)]
+    pub(in crate::conv2d::cpu) unsafe fn sum<S: Simd, R: Read<S>>(
+        &self,
+        s: S,
+        read: R,
+        rows: Range<usize>,
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            match self.stencil.dst_size[1] {
+                width if width >= 8 && width % 7 != 0 => self.by_taps::<S, R, 8>(s, read, rows),
+                7.. => self.by_taps::<S, R, 7>(s, read, rows),
+                4..7 => self.by_taps::<S, R, 4>(s, read, rows),
+                _ => self.pixels::<S, R, 1, 0, 0>(s, read, rows),
+            }
+        }
+    }
+
+    /// Usual numbers of neighbouring column taps and steps are compiled as constants.
+    #[inline(always)]
+    unsafe fn by_taps<S: Simd, R: Read<S>, const P: usize>(
+        &self,
+        s: S,
+        read: R,
+        rows: Range<usize>,
+    ) {
+        let Stencil { cols, step, .. } = self.stencil;
+        let is_dense = cols.windows(2).all(|taps| taps[0].offset + 1 == taps[1].offset);
+        let is_whole = self.count >= S::LANES;
+        let shape = if is_dense && is_whole { (cols.len(), step[1]) } else { (0, 0) };
+        // SAFETY: passed on.
+        unsafe {
+            match shape {
+                (3, 1) => self.pixels::<S, R, P, 3, 1>(s, read, rows),
+                (3, 2) => self.pixels::<S, R, P, 3, 2>(s, read, rows),
+                (5, 1) if R::SINGLE => self.pixels::<S, R, P, 5, 1>(s, read, rows),
+                (5, 2) if R::SINGLE => self.pixels::<S, R, P, 5, 2>(s, read, rows),
+                (7, 1) if R::SINGLE => self.pixels::<S, R, P, 7, 1>(s, read, rows),
+                _ => self.pixels::<S, R, P, 0, 0>(s, read, rows),
+            }
+        }
+    }
+
+    /// Groups of P pixels and a vector of channels; the last of either may be summed once more. `TAPS` is 0 for any
+    /// columns.
+    #[inline(always)]
+    unsafe fn pixels<S, R, const P: usize, const TAPS: usize, const STEP: usize>(
+        &self,
+        s: S,
+        read: R,
+        rows: Range<usize>,
+    ) where
+        S: Simd,
+        R: Read<S>,
+    {
+        let width = self.stencil.dst_size[1];
+        let blocks = self.count.div_ceil(CHANNELS);
+        for block in 0..width.div_ceil(P) * blocks {
+            let j = (block / blocks * P).min(width - P);
+            let first = block % blocks * CHANNELS;
+            let block = Block {
+                all: self,
+                rows: rows.clone(),
+                channels: first..(first + CHANNELS).min(self.count),
+                j,
+                inside: if TAPS > 0 { self.inside::<P, TAPS, STEP>(j) } else { 0..0 },
+            };
+            // SAFETY: channels and pixels that exist.
+            unsafe {
+                // Separate code for blocks that touch a border: the compiler would merge it, and hold all columns in
+                // registers.
+                match TAPS > 0 && block.inside.len() == columns(P, TAPS, STEP) {
+                    true => block.sum::<S, R, P, TAPS, STEP, true>(s, read),
+                    false => block.sum::<S, R, P, TAPS, STEP, false>(s, read),
+                }
+            }
+        }
+    }
+
+    /// The columns inside of the image, of those that P pixels from `j` on read.
+    #[inline(always)]
+    fn inside<const P: usize, const TAPS: usize, const STEP: usize>(
+        &self,
+        j: usize,
+    ) -> Range<usize> {
+        let first = (j * STEP) as isize + self.stencil.cols[0].offset;
+        let most = columns(P, TAPS, STEP) as isize;
+        let below = |bound: isize| (bound - first).clamp(0, most) as usize;
+        below(0)..below(self.stencil.src_size[1] as isize)
+    }
+
+    /// Brings sums that more than bounds follow to their place, from `to` on. `is_plain`: whole vectors without a
+    /// residual.
+    #[inline(always)]
+    unsafe fn finish<S: Simd, const P: usize>(
+        &self,
+        s: S,
+        acc: [S::F32; P],
+        channel: usize,
+        to: *mut D,
+        is_plain: bool,
+    ) {
+        let (len, col) = (S::LANES.min(self.count), self.dst_strides[1]);
+        let mut sums = [0f32; PIXELS * MAX_LANES];
+        let sums = sums.as_mut_ptr();
+        // SAFETY: P is at most PIXELS; the rest is passed on.
+        unsafe {
+            let bias = self.epilogue.biases(s, channel, len);
+            for (p, sum) in acc.iter().enumerate() {
+                s.store(sums.add(p * S::LANES), s.add(*sum, bias));
+            }
+            self.epilogue.activate_all(s, sums, P * S::LANES);
+            if is_plain {
+                for p in 0..P {
+                    let sum = s.load(sums.add(p * S::LANES));
+                    D::store(s, to.wrapping_offset(p as isize * col), sum);
+                }
+            } else {
+                s.outlined(Finish { sums, pixels: P, len, epilogue: self.epilogue, to, col });
+            }
+        }
+    }
+
+    /// Source channels of a sum.
+    #[inline(always)]
+    fn planes<S: Simd, R: Read<S>>(&self) -> usize {
+        if R::SINGLE { 1 } else { self.stencil.c }
+    }
+
+    /// Distance of terms in the filter.
+    #[inline(always)]
+    fn term(&self) -> usize {
+        self.stencil.groups * self.stencil.k
+    }
+
+    /// Sums over any columns.
+    #[inline(always)]
+    unsafe fn sums<S: Simd, R: Read<S>, const P: usize>(
+        &self,
+        s: S,
+        read: R,
+        channel: usize,
+        i: usize,
+        j: usize,
+    ) -> [S::F32; P] {
+        let (stencil, term, planes) = (self.stencil, self.term(), self.planes::<S, R>());
+        let mut acc = [s.zero(); P];
+        let mut filter = self.filter.wrapping_add(channel);
+        let [row_stride, col_stride] = self.src_strides;
+        let next = col_stride.wrapping_mul(stencil.step[1] as isize);
+        let image = self.src.wrapping_add(read.first(channel));
+        for &row in stencil.rows.iter() {
+            let Some(row) = stencil.src_row(i, row) else {
+                filter = filter.wrapping_add(planes * stencil.cols.len() * term);
+                continue;
+            };
+            let row = image.wrapping_offset(row as isize * row_stride);
+            for plane in 0..planes {
+                for &tap in stencil.cols.iter() {
+                    let inside = stencil.inside(j, P, tap);
+                    let col = (j * stencil.step[1]) as isize + tap.offset;
+                    let from = row.wrapping_offset(col.wrapping_mul(col_stride));
+                    let at = |p: usize| from.wrapping_offset(next.wrapping_mul(p as isize));
+                    // SAFETY: pixels of taps in existing rows and columns are in the source, terms in the filter.
+                    unsafe {
+                        let w = s.load(filter);
+                        // Without a question for each pixel where all are inside.
+                        if inside.len() == P {
+                            for (p, sum) in acc.iter_mut().enumerate() {
+                                *sum = s.mul_add(w, read.load(s, at(p), plane), *sum);
+                            }
+                        } else {
+                            for (p, sum) in acc.iter_mut().enumerate() {
+                                if inside.contains(&p) {
+                                    *sum = s.mul_add(w, read.load(s, at(p), plane), *sum);
+                                }
+                            }
+                        }
+                    }
+                    filter = filter.wrapping_add(term);
+                }
+            }
+        }
+        acc
+    }
+
+    /// Sums of all channels, where they are single ones and fill no vector.
+    #[inline(always)]
+    unsafe fn few<S: Simd, const P: usize>(&self, s: S, i: usize, j: usize) -> [S::F32; P] {
+        let stencil = self.stencil;
+        let mut acc = [s.zero(); P];
+        let mut filter = self.filter;
+        let [row_stride, col_stride] = self.src_strides;
+        for &row in stencil.rows.iter() {
+            let row = stencil.src_row(i, row);
+            for &tap in stencil.cols.iter() {
+                let inside = stencil.inside(j, P, tap);
+                let first = (j * stencil.step[1]) as isize + tap.offset;
+                // SAFETY: pixels of taps in existing rows and columns are in the source, taps in the filter.
+                unsafe {
+                    let w = s.load_first(filter, self.count);
+                    for (p, sum) in acc.iter_mut().enumerate() {
+                        let Some(row) = row.filter(|_| inside.contains(&p)) else { continue };
+                        let col = first + (p * stencil.step[1]) as isize;
+                        let at = row as isize * row_stride + col.wrapping_mul(col_stride);
+                        let x = T::load_first(s, self.src.wrapping_offset(at), self.count);
+                        *sum = s.mul_add(w, x, *sum);
+                    }
+                }
+                filter = filter.wrapping_add(stencil.groups);
+            }
+        }
+        acc
+    }
+}
+
+/// P neighbouring pixels of some rows, and some of the channels.
+struct Block<'a, T, D> {
+    all: &'a Channels<'a, T, D>,
+    rows: Range<usize>,
+    channels: Range<usize>,
+    /// The first pixel.
+    j: usize,
+    /// The columns inside of the image, of those that the pixels read.
+    inside: Range<usize>,
+}
+
+impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
+    /// Computes the block. `INSIDE`: all columns are inside of the image.
+    ///
+    /// # Safety
+    /// As [`Channels::sum`].
+    #[inline(always)]
+    unsafe fn sum<
+        S: Simd,
+        R: Read<S>,
+        const P: usize,
+        const TAPS: usize,
+        const STEP: usize,
+        const INSIDE: bool,
+    >(
+        &self,
+        s: S,
+        read: R,
+    ) {
+        let Channels { count, ref epilogue, dst, dst_strides: [row, col], .. } = *self.all;
+        let last = count.saturating_sub(S::LANES);
+        let is_plain = count >= S::LANES && epilogue.residual.is_none();
+        let bounds = epilogue.bounds().filter(|_| is_plain);
+        for i in self.rows.clone() {
+            let to = (i - self.rows.start) as isize * row + self.j as isize * col;
+            let to = dst.wrapping_offset(to);
+            for channel in self.channels.clone().step_by(S::LANES) {
+                let channel = channel.min(last);
+                let to = to.wrapping_add(channel);
+                // SAFETY: passed on.
+                unsafe {
+                    let acc: [S::F32; P] = match TAPS {
+                        0 if R::SINGLE && count < S::LANES => self.all.few(s, i, self.j),
+                        0 => self.all.sums(s, read, channel, i, self.j),
+                        _ => self.window::<S, R, P, TAPS, STEP, INSIDE>(s, read, channel, i),
+                    };
+                    match bounds {
+                        Some(bounds) => {
+                            let bias = epilogue.biases(s, channel, S::LANES);
+                            for (p, sum) in acc.iter().enumerate() {
+                                let to = to.wrapping_offset(p as isize * col);
+                                D::store(s, to, bounds.of(s, s.add(*sum, bias)));
+                            }
+                        }
+                        None => self.all.finish(s, acc, channel, to, is_plain),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sums over TAPS neighbouring columns, STEP of which lie between pixels: a row of the source is loaded once for all
+    /// of its taps.
+    #[inline(always)]
+    unsafe fn window<
+        S: Simd,
+        R: Read<S>,
+        const P: usize,
+        const TAPS: usize,
+        const STEP: usize,
+        const INSIDE: bool,
+    >(
+        &self,
+        s: S,
+        read: R,
+        channel: usize,
+        i: usize,
+    ) -> [S::F32; P] {
+        let Channels { stencil, src, src_strides: [row_stride, col_stride], .. } = *self.all;
+        let mut acc = [s.zero(); P];
+        let first = (self.j * STEP) as isize + stencil.cols[0].offset;
+        let start = src.wrapping_offset(first.wrapping_mul(col_stride));
+        let start = start.wrapping_add(read.first(channel));
+        let (term, planes) = (self.all.term(), self.all.planes::<S, R>());
+        let mut filter = self.all.filter.wrapping_add(channel);
+        for &row in stencil.rows.iter() {
+            let Some(row) = stencil.src_row(i, row) else {
+                filter = filter.wrapping_add(planes * TAPS * term);
+                continue;
+            };
+            let from = start.wrapping_offset(row as isize * row_stride);
+            let at = |c: usize| from.wrapping_offset((c as isize).wrapping_mul(col_stride));
+            for plane in 0..planes {
+                // SAFETY: columns inside of the source, and terms of the filter.
+                unsafe {
+                    if INSIDE || S::REGISTERS >= 32 {
+                        let mut x = [s.zero(); WINDOW];
+                        for (c, x) in x.iter_mut().enumerate().take(columns(P, TAPS, STEP)) {
+                            if INSIDE || self.inside.contains(&c) {
+                                *x = read.load(s, at(c), plane);
+                            }
+                        }
+                        for t in 0..TAPS {
+                            let w = s.load(filter.wrapping_add(t * term));
+                            for (p, sum) in acc.iter_mut().enumerate() {
+                                *sum = s.mul_add(w, x[p * STEP + t], *sum);
+                            }
+                        }
+                    } else {
+                        let (from, filter) = ((from, col_stride), (filter, term));
+                        acc = self
+                            .by_columns::<S, R, P, TAPS, STEP>(s, read, from, plane, filter, acc);
+                    }
+                }
+                filter = filter.wrapping_add(TAPS * term);
+            }
+        }
+        acc
+    }
+
+    /// `acc` and the products of a row of the source, column by column, in the same order. It takes fewer registers than
+    /// to hold all columns, each of which exists or not. Columns and taps are a distance apart.
+    #[inline(always)]
+    unsafe fn by_columns<
+        S: Simd,
+        R: Read<S>,
+        const P: usize,
+        const TAPS: usize,
+        const STEP: usize,
+    >(
+        &self,
+        s: S,
+        read: R,
+        (from, col): (*const T, isize),
+        plane: usize,
+        (filter, term): (*const f32, usize),
+        mut acc: [S::F32; P],
+    ) -> [S::F32; P] {
+        const { assert!(columns(P, TAPS, STEP) <= 14 * STEP) }
+        let holds = P + TAPS + 1 < S::REGISTERS;
+        let mut w = [s.zero(); TAPS];
+        // SAFETY: columns inside of the source, and terms of the filter.
+        unsafe {
+            if holds {
+                for (t, w) in w.iter_mut().enumerate() {
+                    *w = s.load(filter.wrapping_add(t * term));
+                }
+            }
+            // Steps by literals: the compiler does not unroll so long a loop.
+            macro_rules! steps {
+                ($($q:literal)*) => {$(
+                    let q = $q;
+                    for r in 0..STEP {
+                        let c = q * STEP + r;
+                        if c < columns(P, TAPS, STEP) && self.inside.contains(&c) {
+                            let at = from.wrapping_offset((c as isize).wrapping_mul(col));
+                            let x = read.load(s, at, plane);
+                            for u in 0..(TAPS - r).div_ceil(STEP) {
+                                if u <= q && q - u < P {
+                                    let t = u * STEP + r;
+                                    let w = match holds {
+                                        true => w[t],
+                                        false => s.load(filter.wrapping_add(t * term)),
+                                    };
+                                    acc[q - u] = s.mul_add(w, x, acc[q - u]);
+                                }
+                            }
+                        }
+                    }
+                )*};
+            }
+            steps!(0 1 2 3 4 5 6 7 8 9 10 11 12 13);
+        }
+        acc
+    }
+}
