@@ -1,7 +1,7 @@
 //! Checks of the tensors of a run.
 
 use crate::tensor::{check_device, check_dtype, check_optional_view, check_tensor};
-use crate::{DType, Device, Error, Result, TensorDesc, TensorMut, TensorRef};
+use crate::{DType, Device, Error, MAX_RANK, Result, TensorDesc, TensorMut, TensorRef};
 
 /// The maximum number of tensors of a run, gradients included.
 const MOST: usize = 18;
@@ -10,9 +10,56 @@ const MOST: usize = 18;
 /// output must not share memory with a tensor that was checked earlier, so inputs are checked first.
 pub(crate) struct Checks {
     device: Device,
-    /// The name of each tensor, and its addresses from the lowest to just past the highest.
-    seen: [(&'static str, Option<(usize, usize)>); MOST],
+    /// The name of each tensor, and its memory if it has elements.
+    seen: [(&'static str, Option<Memory>); MOST],
     len: usize,
+}
+
+/// The memory of a tensor: runs of so many bytes. Each begins at a multiple of `step` bytes from the first, between the
+/// addresses `low` and `high`.
+#[derive(Clone, Copy)]
+struct Memory {
+    low: usize,
+    high: usize,
+    run: usize,
+    step: usize,
+}
+
+impl Memory {
+    fn new(desc: &TensorDesc, range: Option<(usize, usize)>) -> Option<Self> {
+        let (low, high) = range?;
+        let (mut run, mut step, mut seen) = (desc.dtype.size(), 0, [false; MAX_RANK]);
+        let dims = || desc.shape().iter().zip(desc.strides()).enumerate();
+        let bytes = |stride: isize| stride.unsigned_abs() * desc.dtype.size();
+        // Dimensions whose elements follow each other without gaps make one run.
+        while let Some((d, (&n, _))) =
+            dims().find(|&(d, (&n, &s))| !seen[d] && n > 1 && bytes(s) == run)
+        {
+            seen[d] = true;
+            run *= n;
+        }
+        for (d, (&n, &s)) in dims() {
+            if !seen[d] && n > 1 {
+                step = gcd(step, bytes(s));
+            }
+        }
+        Some(Memory { low, high, run, step })
+    }
+
+    /// True if an element may lie in both. Some channels of a channels-last image share none with others, though these
+    /// lie between them.
+    fn shares(&self, other: &Self) -> bool {
+        let (first, second) = if self.low <= other.low { (self, other) } else { (other, self) };
+        let step = gcd(first.step, second.step);
+        let is_between = (second.low - first.low)
+            .checked_rem(step)
+            .is_some_and(|gap| gap >= first.run && gap + second.run <= step);
+        second.low < first.high && !is_between
+    }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// The element types that a gradient may have.
@@ -37,7 +84,9 @@ impl Checks {
         planned: Option<&TensorDesc>,
     ) -> Result<()> {
         check_optional_view(name, view.map(TensorRef::desc), planned)?;
-        view.map_or(Ok(()), |view| self.see(name, view.device(), view.address_range()))
+        view.map_or(Ok(()), |view| {
+            self.see(name, view.device(), Memory::new(view.desc(), view.address_range()))
+        })
     }
 
     /// Checks a tensor that is read. It may have any strides.
@@ -49,7 +98,7 @@ impl Checks {
         shape: &[usize],
     ) -> Result<()> {
         check_tensor(name, view.desc(), dtype, shape)?;
-        self.see(name, view.device(), view.address_range())
+        self.see(name, view.device(), Memory::new(view.desc(), view.address_range()))
     }
 
     /// Checks a tensor that is written. It must be given if and only if the plan has it, and must agree with the plan.
@@ -100,27 +149,20 @@ impl Checks {
         view: &TensorMut<'_>,
         over: Option<&'static str>,
     ) -> Result<()> {
-        let range = view.address_range();
-        let shares = |other: Option<(usize, usize)>| {
-            range.zip(other).is_some_and(|((y0, y1), (x0, x1))| y0 < x1 && x0 < y1)
-        };
+        let memory = Memory::new(view.desc(), view.address_range());
+        let shares = |other: Option<Memory>| memory.zip(other).is_some_and(|(y, x)| y.shares(&x));
         check_device(name, view.device(), self.device)?;
         match self.seen[..self.len].iter().find(|(n, other)| over != Some(n) && shares(*other)) {
-            None => self.see(name, view.device(), range),
+            None => self.see(name, view.device(), memory),
             Some((input, _)) => {
                 Err(Error::Aliasing { output: name, input, expected: "separate memory" })
             }
         }
     }
 
-    fn see(
-        &mut self,
-        name: &'static str,
-        device: Device,
-        range: Option<(usize, usize)>,
-    ) -> Result<()> {
+    fn see(&mut self, name: &'static str, device: Device, memory: Option<Memory>) -> Result<()> {
         check_device(name, device, self.device)?;
-        self.seen[self.len] = (name, range);
+        self.seen[self.len] = (name, memory);
         self.len += 1;
         Ok(())
     }
@@ -130,6 +172,9 @@ impl Checks {
 mod tests {
     use super::*;
     use crate::Layout;
+    use crate::tensor::for_each_offset;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
 
     #[test]
     fn aliasing_is_seen() {
@@ -157,5 +202,60 @@ mod tests {
         checks.gradient("dx", Some(&y), Type::Exactly(DType::F32), &[4]).unwrap();
         let again = checks.gradient("dw", Some(&y), Type::OrF32(DType::F16), &[4]);
         assert!(matches!(again, Err(Error::Aliasing { output: "dw", input: "dx", .. })));
+    }
+
+    fn memory(at: usize, dtype: DType, shape: &[usize], strides: &[isize]) -> Option<Memory> {
+        let desc = TensorDesc { dtype, layout: Layout::strided(shape, strides).unwrap() };
+        let bytes =
+            |elements: isize| at.checked_add_signed(elements * dtype.size() as isize).unwrap();
+        let range = desc.layout.extent().map(|(low, high)| (bytes(low), bytes(high + 1)));
+        Memory::new(&desc, range)
+    }
+
+    /// The channels of two ranges share memory if the ranges share a channel, in both layouts.
+    #[test]
+    fn channels_of_one_image_share_nothing() {
+        let ranges = || (0..5usize).flat_map(|a| (a + 1..6).map(move |b| (a, b)));
+        for (n, h, w) in [(1, 1, 1), (1, 1, 3), (1, 2, 1), (2, 1, 1), (2, 2, 3)] {
+            for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
+                let image = Layout::with_order(&[n, 5, h, w], &order).unwrap();
+                let of = |(first, last): (usize, usize)| {
+                    let at = 1000 + 2 * first * image.strides()[1] as usize;
+                    memory(at, DType::F16, &[n, last - first, h, w], image.strides()).unwrap()
+                };
+                for (x, y) in ranges().flat_map(|x| ranges().map(move |y| (x, y))) {
+                    let is_common = x.0 < y.1 && y.0 < x.1;
+                    assert_eq!(of(x).shares(&of(y)), is_common, "{x:?} and {y:?} of {image:?}");
+                }
+            }
+        }
+    }
+
+    proptest! {
+        /// Views that share an address are never taken for separate.
+        #[test]
+        fn no_shared_address_is_missed(
+            views in prop::array::uniform2((
+                0usize..80,
+                prop::sample::select(vec![DType::F32, DType::F16]),
+                prop::collection::vec((0usize..4, -20isize..20), 0..4),
+            )),
+        ) {
+            let of = |(at, dtype, dims): &(usize, DType, Vec<(usize, isize)>)| {
+                let (shape, strides): (Vec<_>, Vec<_>) = dims.iter().copied().unzip();
+                let at = 1000 + at * dtype.size();
+                let mut addresses = HashSet::new();
+                for_each_offset(&Layout::strided(&shape, &strides).unwrap(), |o| {
+                    let first = at.checked_add_signed(o * dtype.size() as isize).unwrap();
+                    addresses.extend(first..first + dtype.size());
+                });
+                (memory(at, *dtype, &shape, &strides), addresses)
+            };
+            let ((x, xs), (y, ys)) = (of(&views[0]), of(&views[1]));
+            let shares = x.zip(y).is_some_and(|(x, y)| x.shares(&y));
+            let back = x.zip(y).is_some_and(|(x, y)| y.shares(&x));
+            prop_assert_eq!(shares, back);
+            prop_assert!(shares || xs.is_disjoint(&ys), "{:?}", views);
+        }
     }
 }

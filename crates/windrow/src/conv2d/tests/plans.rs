@@ -399,3 +399,53 @@ fn a_residual_is_added_before_the_activation() {
         assert!(matches!(refused, Err(Error::Aliasing { input: "residual", .. })), "{refused:?}");
     }
 }
+
+/// y may be some channels of an image of which x and the residual are others, and nothing else is written.
+#[test]
+fn channels_of_one_image_are_read_and_written() {
+    for order in [[0, 2, 3, 1], [0, 1, 2, 3]] {
+        let image = Layout::with_order(&[2, 16, 9, 10], &order).unwrap();
+        let part = |channels| {
+            let layout = Layout::strided(&[2, channels, 9, 10], image.strides()).unwrap();
+            TensorDesc { dtype: DType::F32, layout }
+        };
+        let at = |channel: usize| channel * image.strides()[1] as usize;
+        let params = Conv2dParams { padding: [1; 2], ..Default::default() };
+        let mut spec = Conv2dSpec::new(part(8), desc(&[4, 8, 3, 3]), &params).unwrap();
+        (spec.y, spec.residual) = (part(4), true);
+        let w = random_tensor(2, desc(&[4, 8, 3, 3]), -0.2, 0.2).unwrap();
+        let numbers: Vec<f32> =
+            random(1, image.len(), 0.0, 1.0).iter().map(|&v| v as f32).collect();
+        for algorithm in Conv2dPlan::algorithms(&spec, Device::Cpu) {
+            let options = PlanOptions { verify: Verify::On, ..Default::default() };
+            let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
+            let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+            // The channels 0 to 7, 8 to 11, and those from `first` on.
+            let mut run = |data: &mut [f32], first| {
+                let ptr = data.as_mut_ptr();
+                // SAFETY: all within `data`, which nobody else touches; the plan refuses views that share elements.
+                let (x, residual, y) = unsafe {
+                    let read = |channel, desc| {
+                        TensorRef::from_raw(ptr.add(at(channel)).cast(), desc, Device::Cpu)
+                    };
+                    let y = TensorMut::from_raw(ptr.add(at(first)).cast(), spec.y, Device::Cpu);
+                    (read(0, spec.x), read(8, spec.y), y.unwrap())
+                };
+                let args = Conv2dArgs::new(x, w.as_ref()).with_residual(Some(residual));
+                plan.run(&args, y, &mut workspace)
+            };
+            let mut data = numbers.clone();
+            // Compared with the oracle, since the plan verifies its results.
+            run(&mut data, 12).unwrap();
+            let is_written = |i: usize| i / at(1) % 16 >= 12;
+            let changed = data.iter().zip(&numbers).map(|(now, before)| now != before);
+            assert!(changed.enumerate().all(|(i, is)| is == is_written(i)), "{algorithm}");
+            for (first, input) in [(7, "x"), (11, "residual")] {
+                let refused = run(&mut data, first).unwrap_err().to_string();
+                let expected =
+                    format!("`y` shares memory with `{input}`, expected separate memory");
+                assert_eq!(refused, expected, "{algorithm}");
+            }
+        }
+    }
+}
