@@ -123,6 +123,14 @@ impl<'py> Given<'py> {
         Ok(Given { x, weight, spec, memory })
     }
 
+    /// The same with the result in an array like `out`.
+    pub(crate) fn with_output(mut self, out: Option<&Bound<'py, PyAny>>) -> PyResult<Self> {
+        if let Some(out) = out {
+            self.spec.y = Array::import("out", out)?.desc;
+        }
+        Ok(self)
+    }
+
     /// The plan that [`conv2d`] uses if the cost model chooses.
     pub(crate) fn plan(&self, py: Python<'_>, is_kept: bool) -> PyResult<Arc<windrow::Conv2dPlan>> {
         let key = (self.spec.clone(), None, filter_of(is_kept), self.memory);

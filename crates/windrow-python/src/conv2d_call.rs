@@ -14,7 +14,8 @@ use windrow::{Conv2dArgs, Device, Weights};
 
 /// `conv2d` of PyTorch's tensors, for images, filters, biases and residuals of the types, shapes and strides of those it
 /// was made from. With other tensors, or such that PyTorch's dispatcher has something to do for, a call does nothing and
-/// returns None. So it does for an image at an address for which it would need more memory.
+/// returns None. So it does for an image at an address for which it would need more memory. With `out` it writes there;
+/// this must be like the one that the call was made for.
 #[pyclass(module = "windrow._native", frozen)]
 pub(crate) struct Conv2dCall {
     plan: Arc<windrow::Conv2dPlan>,
@@ -43,7 +44,8 @@ struct Memory {
 #[pymethods]
 impl Conv2dCall {
     #[new]
-    #[pyo3(signature = (x, weight, bias, named, filters, residual=false))]
+    #[pyo3(signature = (x, weight, bias, named, filters, residual=false, out=None))]
+    #[expect(clippy::too_many_arguments, reason = "a Python signature")]
     fn new(
         py: Python<'_>,
         x: &Bound<'_, PyAny>,
@@ -52,8 +54,9 @@ impl Conv2dCall {
         named: Named<'_>,
         filters: Option<(Py<FilterCache>, bool)>,
         residual: bool,
+        out: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let given = Given::import(py, x, weight, bias, named, residual)?;
+        let given = Given::import(py, x, weight, bias, named, residual)?.with_output(out)?;
         let plan = given.plan(py, filters.is_some())?;
         let scratch = given.scratch_bytes(&plan);
         let Given { x: image, weight: filter, .. } = given;
@@ -79,7 +82,7 @@ impl Conv2dCall {
         Ok(Conv2dCall { plan, device: image.device, kept, memory, bytes, elements })
     }
 
-    #[pyo3(signature = (x, weight, bias, residual=None))]
+    #[pyo3(signature = (x, weight, bias, residual=None, out=None))]
     fn __call__<'py>(
         &self,
         py: Python<'py>,
@@ -87,8 +90,9 @@ impl Conv2dCall {
         weight: &Bound<'py, PyAny>,
         bias: Option<&Bound<'py, PyAny>>,
         residual: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let tensors = [x, weight].into_iter().chain(bias).chain(residual);
+        let tensors = [x, weight].into_iter().chain(bias).chain(residual).chain(out);
         if !nothing_to_dispatch(py, true, tensors)? {
             return Ok(None);
         }
@@ -114,12 +118,16 @@ impl Conv2dCall {
             return Ok(None);
         }
         let mut y = match &self.memory {
+            _ if out.is_some() => Output::new(py, out, &x, || Ok(spec.y))?,
             None => Output::new(py, None, &x, || Ok(spec.y))?,
             Some(memory) => {
                 let result = memory.result.make(py)?;
                 Output::New(Array::import("out", &result)?, result)
             }
         };
+        if y.desc() != spec.y {
+            return Ok(None);
+        }
         let added = residual.as_ref().map(|residual| residual.view_as(&spec.y));
         let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias)).with_residual(added);
         let target = y.view_mut()?;

@@ -357,8 +357,8 @@ class PackedWeights:
 class Conv2dCall:
     """A prepared call of `conv2d` on PyTorch's tensors.
 
-    Images, filters, biases and residuals must have the types, shapes and strides of those it was made from. With other
-    tensors, or if PyTorch's dispatcher is needed for them, a call does nothing and returns None."""
+    Images, filters, biases, residuals and `out` must have the types, shapes and strides of those it was made from.
+    With other tensors, or if PyTorch's dispatcher is needed for them, a call does nothing and returns None."""
 
     def __init__(
         self,
@@ -368,9 +368,10 @@ class Conv2dCall:
         named: dict[str, Any],
         filters: tuple[FilterCache, bool] | None,
         residual: bool = False,
+        out: Array | None = None,
     ) -> None: ...
     def __call__(
-        self, x: A, weight: Array, bias: Array | None, residual: Array | None = None
+        self, x: A, weight: Array, bias: Array | None, residual: Array | None = None, out: A | None = None
     ) -> A | None: ...
 
 @final

@@ -565,8 +565,8 @@ def test_attention_without_dropout_draws_nothing(name):
         (called(*before, 0.5, False), True),
         (called(*before, dropout_p=0.5), True),
     ]:
-        assert _layout._sees_strides(node) == draws
-    assert _layout._sees_strides(graph.call_function(torch.ops.aten.rand_like.default, (None,)))
+        assert _layout.sees_strides(node) == draws
+    assert _layout.sees_strides(graph.call_function(torch.ops.aten.rand_like.default, (None,)))
 
 
 @pytest.mark.parametrize("function", [lambda x: x.as_strided((2, 3), (1, 2)) + 1, lambda x: F.silu(x)[:, 1:]])

@@ -25,7 +25,7 @@ from windrow.torch._precision import flags
 from windrow.torch._remembering import Remembering
 from windrow.torch.choice.candidates import Call, Conv, Windrow
 from windrow.torch.choice.convolution import look_ahead, way
-from windrow.torch.choice.problem import Options
+from windrow.torch.choice.problem import Options, dense
 
 
 def _as_filter(weight: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ def _is_over(one: Tensor | None, other: Tensor | None) -> bool:
     return other is None if one is None else other is not None and one.data_ptr() == other.data_ptr()
 
 
-# A function of an image and the residual.
-Way = Callable[[Tensor, Tensor | None], Tensor | None]
+# A function of an image, the residual, and for some the tensor to write to.
+Way = Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,10 @@ class Called:
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
-        return self.call(x, self.weight, self.bias, residual)
+    def __call__(self, x: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Tensor | None:
+        if out is None:
+            return self.call(x, self.weight, self.bias, residual)
+        return self.call(x, self.weight, self.bias, residual, out)
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,18 @@ class _Followed:
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
         y = self.called(x, None)
         return None if y is None else self.conv.finish(y, residual)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An implementation that writes to a place, to which the result of others than Windrow's is copied."""
+
+    run: Way
+
+    def __call__(self, x: Tensor, residual: Tensor | None, out: Tensor) -> Tensor | None:
+        if isinstance(self.run, Windrow) and not self.run.is_followed:
+            return self.run(x, residual, out)
+        return out.copy_(self.run(x, residual))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +143,24 @@ CONV2D_FUSED = define(
     _fake,
 )
 not_differentiable("conv2d_fused", instead="conv2d")
+
+
+def _into(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> None:
+    *of, activation, accuracy, out = how
+    options = Options(*of)
+    if not _layer(weight, bias, options, activation, accuracy)._wrote(x, residual, out):
+        conv = _conv(weight, bias, options, activation, accuracy)
+        _Written(way(conv, x, None if residual is None else dense(residual)).run)(x, residual, out)
+
+
+# The same, written to `out`: a range of the channels of an image, of which the residual has the strides. Who computes
+# it is decided as if result and residual were images of their own. For graphs of the backend alone.
+CONV2D_INTO = define(
+    "conv2d_into(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, SymInt[] stride, SymInt[] padding,"
+    " SymInt[] dilation, SymInt groups, str? activation, str? accuracy, Tensor(a!) out) -> ()",
+    _into,
+    lambda *_: None,
+)
 autocast(CONV2D_FUSED, lower_precision=[0, 1, 2, 3])
 
 
@@ -204,8 +236,14 @@ class FusedConv2d(Remembering):
         self.activation, self.accuracy = activation, accuracy
         self.eval()
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The convolution of `input`; `residual` is added before the activation."""
+    def forward(self, input: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """The convolution of `input`; `residual` is added before the activation. `out`: where it is written, see
+        `CONV2D_INTO`."""
+        if out is not None:
+            if not self._wrote(input, residual, out):
+                accuracy = _accuracy(self.accuracy, self.weight, input)
+                CONV2D_INTO(input, self.weight, self.bias, residual, *self.options, self.activation, accuracy, out)
+            return out
         if is_direct(input, residual):
             buffers = self._buffers
             weight, bias = buffers["weight"], buffers["bias"]
@@ -219,13 +257,22 @@ class FusedConv2d(Remembering):
                 self._forget()
         return _fused(input, residual, self.weight, self.bias, self.options, self.activation, self.accuracy)
 
+    def _wrote(self, input: Tensor, residual: Tensor | None, out: Tensor) -> bool:
+        """Writes the convolution to `out`, if an implementation is known. Returns whether it did."""
+        seen = _seen(input, residual, self.weight.dim() == 2)
+        find = lambda: self._found(input, residual, seen[-1], out)
+        run = self._recall((*seen, out.stride()), self.weight, self.bias, find).run
+        return run is not None and run(input, residual, out) is not None
+
     def known(self, input: Tensor, residual: Tensor | None) -> Way | None:
         """The function for tensors like these, if an earlier call found one for good."""
         _, _, remembered = self._remembered
         found = (remembered or {}).get(_seen(input, residual, self.weight.dim() == 2))
         return None if found is None else found.run
 
-    def _found(self, input: Tensor, residual: Tensor | None, is_in_graph: bool | None) -> _Found:
+    def _found(
+        self, input: Tensor, residual: Tensor | None, is_in_graph: bool | None, out: Tensor | None = None
+    ) -> _Found:
         weight, bias = self.weight, self.bias
         is_plain = input.dim() == 4 and _native.is_plain(input, weight, residual)
         if not is_plain or torch._C._is_any_autocast_enabled():
@@ -233,7 +280,13 @@ class FusedConv2d(Remembering):
         options, accuracy = Options(*self.options), _accuracy(self.accuracy, weight, input)
         conv = _conv(weight, bias, options, self.activation, accuracy)
         look_ahead(input, conv.filter, options)
-        decided = way(conv, input, residual)
+        decided = way(conv, input, residual if residual is None or out is None else dense(residual))
+        if out is not None:
+            call = None
+            if isinstance(decided.run, Windrow) and decided.is_final and not is_in_graph:
+                call = decided.run.into(input, out)
+            run = _Written(decided.run) if call is None else Called(call, conv.filter, bias)
+            return _Found(run, decided.is_final)
         if not decided.is_final or is_in_graph or not isinstance(decided.run, Windrow):
             return _Found(decided.run, decided.is_final)
         called = Called(decided.run.like(input), conv.filter, bias)

@@ -23,7 +23,8 @@ Step = tuple[int, int | None]
 def in_sequences(traced: fx.GraphModule) -> None:
     """Replaces consecutive convolutions by one node, whose module holds theirs."""
     graph, modules = traced.graph, dict(traced.named_modules())
-    is_fused = lambda node: node.op == "call_module" and type(modules.get(node.target)) is FusedConv2d
+    # Those that write to a buffer have a third argument.
+    is_fused = lambda n: n.op == "call_module" and type(modules.get(n.target)) is FusedConv2d and len(n.args) < 3
     groups = [[*nodes] for fused, nodes in itertools.groupby(graph.nodes, is_fused) if fused]
     for number, nodes in enumerate(nodes for nodes in groups if len(nodes) > 1):
         images = [*dict.fromkeys(a for node in nodes for a in node.args if a not in nodes)]

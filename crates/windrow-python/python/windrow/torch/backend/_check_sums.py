@@ -9,12 +9,13 @@ from torch import Tensor, fx
 
 from windrow.torch._check_bound import DEVIATIONS, beyond, largest_nearby, tier_of
 from windrow.torch._conv2d import CONV2D
-from windrow.torch._fused import CONV2D_FUSED
+from windrow.torch._fused import CONV2D_FUSED, CONV2D_INTO
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value
 
 _aten = torch.ops.aten
-_OPERATORS = (CONV2D_FUSED, CONV2D, _aten.convolution.default)
+_FUSED = (CONV2D_FUSED, CONV2D_INTO)
+_OPERATORS = (*_FUSED, CONV2D, _aten.convolution.default)
 # The steepest slope of an activation.
 _SLOPE = 1.13
 # Units of the result's type: five roundings of at most two units (of bf16 and f16). Of the sum, the normalisation, the addition
@@ -39,8 +40,10 @@ class Compared:
     args: tuple[Any, ...]
     result: Value
     sum: Sum
-    # Layout of the image; None for whatever it has.
-    layout: torch.memory_format | None
+    # Layout of the image; None for whatever it has, strides for a range of channels.
+    layout: torch.memory_format | list[int] | None
+    # The strides of the place that the result is written to, if it is.
+    place: list[int] | None
     # The module that computes it, where one does.
     module: str | None = None
 
@@ -51,16 +54,23 @@ class Compared:
     def differs(self, values: Values, constants: Sequence[Tensor], modules: Any, accuracy: str | None) -> str | None:
         """The fault of its result, in words; None if it is right."""
         args = [_of(part, values, constants) for part in self.args]
-        if self.layout is not None:
-            args[0] = args[0].contiguous(memory_format=self.layout)
-        x, weight, bias, *rest = args
-        residual = rest[0] if self.target is CONV2D_FUSED else None
         want = _of(self.result, values, constants)
+        if isinstance(self.layout, list):
+            args[0] = _laid(args[0], self.layout)
+        elif self.layout is not None:
+            args[0] = args[0].contiguous(memory_format=self.layout)
+        out = None
+        if self.place is not None:
+            out = _laid(want, self.place).zero_()
+            args = [*args[:3], None if args[3] is None else _laid(args[3], self.place), *args[4:], out]
+        x, weight, bias, *rest = args
+        residual = rest[0] if self.target in _FUSED else None
         try:
             if self.module is None:
                 y = self.target(*args)
             else:
-                y = modules.get_submodule(self.module)(*(t for t in (x, residual) if t is not None))
+                y = modules.get_submodule(self.module)(x, residual, *args[10:])
+            y = y if out is None else out
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
@@ -121,7 +131,7 @@ class Compared:
             stride, padding, dilation, is_transposed, output_padding, groups = self.args[3:9]
             image = lambda given, more: [more] * (2 - len(given)) + [*given]
             return image(stride, 1), image(padding, 0), image(dilation, 1), is_transposed, image(output_padding, 0), groups
-        if self.target is CONV2D_FUSED:
+        if self.target in _FUSED:
             return *self.args[4:7], False, [0, 0], self.args[7]
         stride, padding, dilation, groups, output_padding = self.args[3:8]
         return stride, padding, dilation, output_padding is not None, output_padding or [0, 0], groups
@@ -154,23 +164,29 @@ def compared(graph: fx.Graph, constants: Sequence[fx.Node]) -> Iterator[tuple[fx
     for node in graph.nodes:
         if node.target not in _OPERATORS:
             continue
-        args, result, sums = (*map(part, node.args),), node.meta.get(VALUE), node.meta.get(SUM)
+        place = [*value(node.args[10]).stride()] if node.target is CONV2D_INTO else None
+        args, result, sums = (*map(part, node.args[: 10 if place else None]),), node.meta.get(VALUE), node.meta.get(SUM)
         is_ours = node.target is not _aten.convolution.default or any(isinstance(a, _Constant) for a in args)
         # If a pass does not say where a value comes from, or the graph computes a size, only the results are
         # compared.
         is_known = all(isinstance(what, Value | Sum) for what in (result, sums))
         if is_ours and is_known and not any(isinstance(n, fx.Node) for a in args for n in _flat(a)):
-            yield node, Compared(node.target, args, result, sums, _layout(value(node.args[0])))
+            yield node, Compared(node.target, args, result, sums, _layout(node.args[0]), place)
+
+
+def _laid(t: Tensor, strides: list[int]) -> Tensor:
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def _flat(given: Any) -> list[Any]:
     return [*given] if isinstance(given, list | tuple) else [given]
 
 
-def _layout(x: Tensor) -> torch.memory_format | None:
+def _layout(node: fx.Node) -> torch.memory_format | list[int] | None:
+    x = value(node)
     if not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
         return None
     for layout in (torch.contiguous_format, torch.channels_last) if x.dim() == 4 else (torch.contiguous_format,):
         if x.is_contiguous(memory_format=layout):
             return layout
-    return None
+    return [*x.stride()] if node.target is _aten.slice.Tensor else None

@@ -20,7 +20,7 @@ from windrow.torch.backend._memory import Memory
 from windrow.torch.choice import budget, convolution
 from windrow.torch.choice.candidates import Conv
 from windrow.torch.choice.convolution import is_decided_for_pytorch, way
-from windrow.torch.choice.problem import Options
+from windrow.torch.choice.problem import Options, dense
 
 # The residual, which is a node or its stand-in, and the activation that `windrow::conv2d_fused` adds to a convolution;
 # None if `windrow::conv2d` computes it.
@@ -68,6 +68,8 @@ def _given(conv: Convolution, accuracy: str | None, after: After) -> tuple[Conv,
     sizes = [n for t in (x, weight, bias, beside) if t is not None for n in (*t.shape, *t.stride())]
     if not all(isinstance(n, int) for n in [*sizes, *tree_leaves(options[:3])]):
         return None
+    # If it does not lie as the result, it is copied, or the result is written where it lies alike: see `_concat`.
+    beside = None if beside is None else dense(beside)
     return Conv(weight, bias, options, activation, conv.accuracy(accuracy), unkept, after is not None), x, beside
 
 

@@ -9,10 +9,11 @@ from torch import fx
 
 from windrow.torch.backend._check import Check
 from windrow.torch.backend._choice import is_pytorchs
+from windrow.torch.backend._concat import concatenate_in_place, write_in_place
 from windrow.torch.backend._constants import Constants, ConstantsCache, Make, Run, value
 from windrow.torch.backend._convolutions import to_windrows
 from windrow.torch.backend._fold import fold
-from windrow.torch.backend._fuse import fuse
+from windrow.torch.backend._fuse import fuse, results
 from windrow.torch.backend._group_norm import by_channels
 from windrow.torch.backend._layout import lay_out_images, to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions
@@ -105,14 +106,18 @@ class _Frozen:
         memory.expect()
         folded = fold(graph, constants)
         norms = norms_to_convolutions(graph, constants, options.accuracy) if decompositions is None else 0
+        convolved = lambda: results(graph, constants, decompositions)
+        copies = concatenate_in_place(graph, convolved, decompositions is not None)
         fused = fuse(graph, constants, options.accuracy, decompositions, memory, options.report)
         # Inductor fuses more with PyTorch's own.
         is_left = lambda conv: decompositions is not None and is_pytorchs(conv, options.accuracy, in_graphs, memory)
         others = to_windrows(graph, options.accuracy, False, options.report, is_left)
+        written = write_in_place(graph, copies)
         # What was folded into convolutions, what these became, and the number of other convolutions.
         self.what = folded, fused, others
         counts = "folded into convolutions: %s; fused: %s; other convolutions: %d; group norms: %d; batch norms: %d"
-        _log.info(counts, folded, fused, others, groups, norms)
+        counts += "; parts of concatenations: %d, %d of them by convolutions"
+        _log.info(counts, *self.what, groups, norms, len(copies), written)
         if check is not None:
             check.look(graph, constants)
         self.bind: Callable[..., fx.GraphModule] | None = None

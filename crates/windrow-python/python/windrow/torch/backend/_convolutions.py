@@ -21,8 +21,8 @@ FASTER = "PyTorch's operator was measured to be faster"
 # The marks that say which `Value` and which `Sum` of the original graph a node stands for. The check compares them.
 VALUE, SUM = "windrow_value", "windrow_sum"
 # PyTorch's name for the inputs of a custom operator, in the layouts that Inductor gives them.
-_INPUTS = "eager_input_vals"
-_OF_OTHERS = ("tensor_meta", _INPUTS, VALUE, SUM)
+INPUTS = "eager_input_vals"
+_OF_OTHERS = ("tensor_meta", INPUTS, VALUE, SUM)
 # The types of numbers that Windrow computes.
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The operators that give a tensor's elements another shape.
@@ -168,7 +168,7 @@ def called(graph: fx.Graph, before: fx.Node, operator: Any, *args: Any, **kwargs
         node.meta["val"] = operator(*values, **kwargs)
     if getattr(operator, "namespace", None) == "windrow":
         # Without these Inductor gives the operator its inputs in whatever layout, and the operator would copy them.
-        node.meta[_INPUTS] = values, kwargs
+        node.meta[INPUTS] = values, kwargs
     return node
 
 

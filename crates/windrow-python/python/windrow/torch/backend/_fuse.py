@@ -32,11 +32,21 @@ def fuse(
 ) -> list[str]:
     """Replaces convolutions whose filters depend on parameters alone by `windrow::conv2d_fused`. Returns what each
     became, in words."""
-    held = lambda: (conv for conv in convolutions(graph) if conv.is_of_images and _is_held(conv, constants))
+    held = lambda: _held(graph, constants)
     prepare(_ahead(held(), decompositions), accuracy)
     done = [_fuse(graph, conv, constants, accuracy, decompositions, memory, report) for conv in held()]
     graph.eliminate_dead_code()
     return [what for what in done if what is not None]
+
+
+def results(graph: fx.Graph, constants: Constants, decompositions: Any) -> set[fx.Node]:
+    """The nodes that `fuse` would replace: the last ones of each convolution and of what it fuses to it."""
+    return {_following(conv.node, decompositions)[0] for conv in _held(graph, constants)}
+
+
+def _held(graph: fx.Graph, constants: Constants) -> Iterator[Convolution]:
+    """The convolutions of images whose filters depend on parameters alone."""
+    return (conv for conv in convolutions(graph) if conv.is_of_images and _is_held(conv, constants))
 
 
 def _is_held(conv: Convolution, constants: Constants) -> bool:

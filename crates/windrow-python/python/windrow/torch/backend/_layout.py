@@ -22,7 +22,7 @@ def to_channels_last(module: fx.GraphModule, is_by_kernels: bool) -> None:
     graph = module.graph
     of_images = [conv for conv in convolutions(graph) if conv.is_of_images]
     images = {conv.x for conv in of_images if conv.x.op == "placeholder"}
-    if not images or not _pays(of_images) or any(_sees_strides(node) for node in graph.nodes):
+    if not images or not _pays(of_images) or any(sees_strides(node) for node in graph.nodes):
         return
     (output,) = (node for node in graph.nodes if node.op == "output")
     results = {node: value(node).stride() for node in output.all_input_nodes if isinstance(value(node), Tensor)}
@@ -104,7 +104,7 @@ def keep_results(graph: fx.Graph) -> bool:
         if isinstance(result := value(node), Tensor):
             known = [torch.contiguous_format, *[torch.channels_last] * (result.dim() == 4)]
             formats[node] = next((one for one in known if result.is_contiguous(memory_format=one)), None)
-    if None in formats.values() or any(_sees_strides(node) for node in graph.nodes):
+    if None in formats.values() or any(sees_strides(node) for node in graph.nodes):
         return False
     for node in graph.nodes:
         if node.target in VIEWS:
@@ -116,7 +116,7 @@ def keep_results(graph: fx.Graph) -> bool:
     return True
 
 
-def _sees_strides(node: fx.Node) -> bool:
+def sees_strides(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

@@ -23,16 +23,17 @@ def to_modules(
     names: dict[fx.Node, str] = {}
     bound: dict[str, tuple[int, int | None, tuple[Any, ...]]] = {}
     for node in [*graph.nodes]:
-        if node.target is not OPERATORS.conv2d_fused.default:
+        if node.target not in (OPERATORS.conv2d_fused.default, OPERATORS.conv2d_into.default):
             continue
-        x, weight, bias, residual, *options, activation, accuracy = node.args
+        x, weight, bias, residual, *options, activation, accuracy = node.args[:10]
+        given = (x, residual, *node.args[10:])
         if any(not isinstance(n, int) for sizes in options[:3] for n in sizes):
             continue
         name = names[node] = f"convolution_{len(bound)}"
         bound[name] = made[weight], None if bias is None else made[bias], (options, activation, accuracy)
         module.add_module(name, FusedConv2d(None, None, options, activation, accuracy))  # type: ignore[arg-type]
         with graph.inserting_before(node):
-            call = graph.call_module(name, (x,) if residual is None else (x, residual))
+            call = graph.call_module(name, (x,) if given[1:] == (None,) else given)
         node.replace_all_uses_with(call)
         graph.erase_node(node)
     in_sequences(module)

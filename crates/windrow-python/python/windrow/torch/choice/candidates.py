@@ -113,10 +113,13 @@ class Windrow:
         options = zip(Options._fields[:4], conv.options[:4], strict=True)
         self.named = {**dict(options), "activation": activation, "accuracy": conv.accuracy, "memory": self.memory}
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """The result. If nothing is done after the kernel, it can be written to `out`, which lies like the residual."""
         weight, bias = self.conv.filter, self.conv.bias
         image = as_image(in_layout(x, self.layout), x)
         more = {"residual": residual if self.adds else None, "algorithm": self.algorithm, "filters": self.filters()}
+        if out is not None:
+            return _native.conv2d(image, weight, bias, **self.named, **more, out=out)
         y = as_line(_native.conv2d(image, as_image(weight, x), bias, **self.named, **more), x)
         y = y.contiguous(memory_format=self.layout)
         return self.conv.finish(y, residual) if self.is_followed else y
@@ -141,6 +144,13 @@ class Windrow:
             return None if y is None else y.contiguous(memory_format=self.layout)
 
         return copied
+
+    def into(self, x: Tensor, out: Tensor) -> Call | None:
+        """A call for images like x that writes to tensors like `out`; None if there is none."""
+        if self.is_followed or self.algorithm is not None or in_layout(x, self.layout) is not x:
+            return None
+        args = (x, self.conv.filter, self.conv.bias, self.named, self.filters(), self.adds, out)
+        return _native.Conv2dCall(*args)
 
     def _by_algorithm(self, like: Tensor) -> Call:
         """A call with the algorithm that the user named; native calls always take the cost model's."""
