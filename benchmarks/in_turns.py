@@ -41,7 +41,8 @@ def rows(output: str) -> list[dict[str, Any]]:
 
 
 def named(row: dict[str, Any], names: tuple[str, ...] = NAMES) -> str:
-    return " ".join(str(row[name]) for name in names if row.get(name) is not None)
+    # Programs before 29 November 2026 say `channel-last`.
+    return " ".join(str(row[name]) for name in names if row.get(name) is not None).replace("channel-", "channels-")
 
 
 def run(binary: Path, arguments: list[str]) -> dict[str, tuple[str, float]]:

@@ -39,7 +39,8 @@ pub(crate) fn speed(bench: &Value) -> Result<String> {
             out,
             "| {} | {} {} | {} | {} | {:.3} | {rate} | {:.0}% | {:.2}x |",
             text(r, "op"),
-            text(r, "case"),
+            // Older records name layouts in the singular.
+            text(r, "case").replace("channel-", "channels-"),
             text(r, "shape"),
             text(r, "dtype"),
             text(r, "algorithm"),
@@ -228,7 +229,7 @@ pub(crate) fn cuda_memory(record: &Value, wanted: &str) -> Result<String> {
             _ => {
                 let pass = text(r, "variant").strip_suffix("bias silu").unwrap_or("-").trim();
                 let pass = if pass.is_empty() { "forward" } else { pass };
-                format!("{}, {pass}", text(r, "layout").replace('_', "-"))
+                format!("{}, {pass}", text(r, "layout").replace("channel_", "channels-"))
             }
         };
         let key = format!(

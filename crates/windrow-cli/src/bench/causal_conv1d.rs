@@ -64,7 +64,7 @@ pub(crate) fn specs(dtype: DType, full: bool) -> windrow::Result<Vec<CausalConv1
         .collect()
 }
 
-/// `channel-first` or `channel-last`.
+/// The layout of x: `channels-first` or `channels-last`.
 pub(crate) fn layout(spec: &CausalConv1dSpec) -> &'static str {
-    if spec.x.strides()[1] == 1 { "channel-last" } else { "channel-first" }
+    if spec.x.strides()[1] == 1 { "channels-last" } else { "channels-first" }
 }
