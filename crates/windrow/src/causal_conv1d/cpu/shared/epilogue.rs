@@ -34,6 +34,38 @@ pub(crate) fn silu<S: Simd, T: SimdElement>(s: S, x: S::F32) -> S::F32 {
     quotient::<S, T, false>(s, x)
 }
 
+/// SiLU of `N` times `V` vectors, to be rounded to `T`, with one branch for all of them. With a branch for each, the
+/// compiler computes the sums of later vectors behind the branches of earlier ones, from filter taps in memory.
+#[inline(always)]
+pub(crate) fn silu_of_all<S: Simd, T: SimdElement, const V: usize, const N: usize>(
+    s: S,
+    all: &mut [[S::F32; V]; N],
+) {
+    let mut far = s.lt(all[0][0], s.splat(-87.0));
+    for vectors in all.iter() {
+        for x in vectors.iter() {
+            far = s.or_mask(far, s.lt(*x, s.splat(-87.0)));
+        }
+    }
+    if T::DTYPE != DType::F16 && s.any(far) {
+        seldom();
+        for vectors in all.iter_mut() {
+            for x in vectors.iter_mut() {
+                *x = quotient::<S, T, true>(s, s.max(s.splat(-109.0), *x));
+            }
+        }
+        return;
+    }
+    for vectors in all.iter_mut() {
+        for x in vectors.iter_mut() {
+            if T::DTYPE == DType::F16 {
+                *x = s.max(s.splat(-87.0), *x);
+            }
+            *x = quotient::<S, T, false>(s, *x);
+        }
+    }
+}
+
 /// `x / (1 + exp(-x))` for `x >= -87`, with `TAIL` for `x >= -109`, where it is -0. NaN stays NaN.
 #[inline(always)]
 fn quotient<S: Simd, T: SimdElement, const TAIL: bool>(s: S, x: S::F32) -> S::F32 {

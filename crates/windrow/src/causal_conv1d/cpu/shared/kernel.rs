@@ -1,6 +1,6 @@
 //! The inner loops, each a kernel of its own, compiled for each instruction set, element type and width.
 
-use super::epilogue::silu;
+use super::epilogue::{silu, silu_of_all};
 use super::operand::Staged;
 use crate::Activation;
 use crate::cpu::math::{activate, activate_all};
@@ -114,6 +114,16 @@ unsafe fn store<S: Simd, T: SimdElement, const V: usize, const SILU: bool>(
             };
         }
     }
+    // SAFETY: passed on.
+    unsafe { put::<S, T, V>(s, sum, y, v) }
+}
+
+/// Stores `v`, around the cache if asked to and the address allows it.
+///
+/// # Safety
+/// `V * LANES` elements are writable at `y`.
+#[inline(always)]
+unsafe fn put<S: Simd, T: SimdElement, const V: usize>(s: S, sum: Sum, y: *mut T, v: [S::F32; V]) {
     let stream = sum.stream && y.addr().is_multiple_of(V * S::LANES * size_of::<T>());
     // SAFETY: promised by the caller; what is streamed is aligned.
     unsafe {
@@ -305,6 +315,8 @@ unsafe fn along_channels_by<
     staged: &Staged,
 ) {
     let width = if W > 0 { W } else { sum.width };
+    // By value: for all that the compiler knows, a store could change what a reference leads to.
+    let staged = *staged;
     let step = V * S::LANES;
     // SAFETY: promised by the caller; `t` stays at most max(n, N) - N and `c` at most
     // channels - step.
@@ -326,8 +338,15 @@ unsafe fn along_channels_by<
                         }
                     }
                 }
-                for (i, sums) in sums.into_iter().enumerate() {
-                    store::<S, T, V, SILU>(s, sum, y.offset(i as isize * y_token).add(c), sums);
+                if SILU {
+                    silu_of_all::<S, T, V, N>(s, &mut sums);
+                }
+                for (i, sums) in sums.iter().enumerate() {
+                    let y = y.offset(i as isize * y_token).add(c);
+                    match SILU {
+                        true => put::<S, T, V>(s, sum, y, *sums),
+                        false => store::<S, T, V, false>(s, sum, y, *sums),
+                    }
                 }
                 if c + step >= channels {
                     break;
