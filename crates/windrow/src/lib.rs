@@ -184,9 +184,10 @@ pub use layout::{Layout, MAX_RANK};
 pub use plan::{Accuracy, Filter, Placed, Plan, PlanOptions, Tuning, Verify, Workspace};
 pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 
-/// Traits that let the command of this repository handle all operators alike. They are not part of the stable API: any
-/// release may change them.
+/// Traits that let the command of this repository handle all operators alike, and what its Python package computes
+/// between convolutions. They are not part of the stable API: any release may change them.
 #[doc(hidden)]
 pub mod internal {
+    pub use crate::cpu::images::{Gate, ImageOperation, ImageStep, Window};
     pub use crate::plan::{Configuration, Operator, PlanInputs, Tuned};
 }

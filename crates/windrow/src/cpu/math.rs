@@ -281,6 +281,14 @@ fn reflect<S: Simd>(s: S, x: S::F32, at_negative: S::F32) -> S::F32 {
     s.select(s.lt(x, s.zero()), low, s.sub(s.splat(1.0), low))
 }
 
+/// `1 / (1 + exp(-x))`
+#[inline(always)]
+pub(crate) fn sigmoid<S: Simd>(s: S, x: S::F32) -> S::F32 {
+    let e = exp_neg(s, magnitude(s, x, 126.0));
+    let at_negative = s.div(e, s.mul_add(e, s.splat(UNSCALE), s.splat(1.0)));
+    s.select(s.is_nan(x), x, reflect(s, x, at_negative))
+}
+
 #[inline(always)]
 fn gelu_grad<S: Simd>(s: S, x: S::F32) -> S::F32 {
     const DENSITY_AT_0: f32 = (SQRT_2_OVER_PI / 2.0) as f32;

@@ -12,6 +12,7 @@ pub(crate) mod compiled;
 mod element;
 mod float_mode;
 pub(crate) mod gemm;
+pub(crate) mod images;
 mod isa;
 mod lanes;
 pub(crate) mod math;
