@@ -1,9 +1,10 @@
-//! Convolutions that follow each other, in one call.
+//! Convolutions that follow each other, and what stands between them, in one call.
 
 use crate::array::{Array, desc, lie_alike, view};
 use crate::call::run;
 use crate::conv2d_call::Conv2dCall;
 use crate::error::NotInPlace;
+use crate::image_step::ImageStep;
 use crate::output::Output;
 use crate::torch::nothing_to_dispatch;
 use pyo3::exceptions::PyValueError;
@@ -18,48 +19,98 @@ use windrow::{Conv2dArgs, Device, Placed, TensorDesc, TensorRef};
 pub(crate) struct Conv2dSequence {
     images: usize,
     steps: Vec<Step>,
+    convolutions: usize,
     results: Vec<usize>,
     bytes: usize,
     elements: usize,
 }
 
 struct Step {
-    call: Py<Conv2dCall>,
+    call: Call,
     image: usize,
-    residual: Option<usize>,
+    second: Option<usize>,
+    /// The result is written over the image.
+    in_place: bool,
     /// Values that nobody reads after it.
     last_read: Vec<usize>,
+}
+
+#[derive(FromPyObject)]
+enum Call {
+    Convolution(Py<Conv2dCall>),
+    Image(Py<ImageStep>),
+}
+
+impl Call {
+    fn x(&self) -> &TensorDesc {
+        match self {
+            Call::Convolution(call) => &call.get().plan().spec().x,
+            Call::Image(call) => call.get().x(),
+        }
+    }
+
+    /// A convolution's residual, or a gate.
+    fn second(&self) -> Option<&TensorDesc> {
+        match self {
+            Call::Convolution(call) => {
+                let spec = call.get().plan().spec();
+                spec.residual.then_some(&spec.y)
+            }
+            Call::Image(call) => call.get().second(),
+        }
+    }
+
+    fn y(&self) -> &TensorDesc {
+        match self {
+            Call::Convolution(call) => &call.get().plan().spec().y,
+            Call::Image(call) => call.get().step().y(),
+        }
+    }
+
+    fn convolution(&self) -> Option<&Conv2dCall> {
+        match self {
+            Call::Convolution(call) => Some(call.get()),
+            Call::Image(_) => None,
+        }
+    }
+
+    /// The number of elements that tells whether the interpreter lock is released.
+    fn elements(&self) -> usize {
+        match self {
+            Call::Convolution(call) => call.get().elements(),
+            Call::Image(call) => call.get().elements(),
+        }
+    }
 }
 
 type Filter<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
 #[pymethods]
 impl Conv2dSequence {
-    /// Steps are calls, with the values that each reads and adds.
+    /// Steps are calls, with the values that each reads: the image, and what a convolution adds or a gate.
     #[new]
     fn new(
         images: usize,
-        steps: Vec<(Py<Conv2dCall>, usize, Option<usize>)>,
+        steps: Vec<(Call, usize, Option<usize>)>,
         results: Vec<usize>,
     ) -> PyResult<Self> {
         let values = images + steps.len();
         let mut last = vec![None; values];
-        for (i, (call, image, residual)) in steps.iter().enumerate() {
-            let spec = call.get().plan().spec();
+        for (i, (call, image, second)) in steps.iter().enumerate() {
             let fits = |value: usize, desc: &TensorDesc| match value.checked_sub(images) {
                 None => true,
-                Some(step) => step < i && lie_alike(&steps[step].0.get().plan().spec().y, desc),
+                Some(step) => step < i && lie_alike(steps[step].0.y(), desc),
             };
-            let fits_residual = residual.is_none_or(|value| fits(value, &spec.y));
-            if call.get().device() != Device::Cpu
-                || residual.is_some() != spec.residual
-                || !fits(*image, &spec.x)
-                || !fits_residual
-            {
+            let seconds_fit = match (*second, call.second()) {
+                (Some(value), Some(desc)) => fits(value, desc),
+                (second, desc) => second.is_none() && desc.is_none(),
+            };
+            let is_elsewhere = call.convolution().is_some_and(|c| c.device() != Device::Cpu);
+            if is_elsewhere || !fits(*image, call.x()) || !seconds_fit {
                 let message = format!("step {i} does not fit those before it");
                 return Err(PyValueError::new_err(message));
             }
-            for value in residual.iter().chain([image]) {
+            for value in second.iter().chain([image]) {
                 last[*value] = Some(i);
             }
         }
@@ -70,15 +121,30 @@ impl Conv2dSequence {
             return Err(PyValueError::new_err("results are no different ones of steps"));
         }
         results.iter().for_each(|&value| last[value] = None);
-        let bytes = steps.iter().map(|(call, ..)| call.get().bytes()).max().unwrap_or(0);
-        let elements = steps.iter().map(|(call, ..)| call.get().elements()).max().unwrap_or(0);
-        let steps = steps.into_iter().enumerate().map(|(i, (call, image, residual))| {
-            let last_read = (images..values).filter(|&value| last[value] == Some(i)).collect();
-            Step { call, image, residual, last_read }
+        let convolutions = || steps.iter().filter_map(|(call, ..)| call.convolution());
+        let bytes = convolutions().map(Conv2dCall::bytes).max().unwrap_or(0);
+        let convolutions = convolutions().count();
+        let elements = steps.iter().map(|(call, ..)| call.elements()).max().unwrap_or(0);
+        let may_be_in_place: Vec<_> = steps
+            .iter()
+            .map(|(call, image, second)| match (call, image.checked_sub(images)) {
+                (Call::Image(call), Some(step)) => {
+                    *second != Some(*image) && call.get().may_replace(steps[step].0.y())
+                }
+                _ => false,
+            })
+            .collect();
+        let steps = steps.into_iter().enumerate().map(|(i, (call, image, second))| {
+            let last_read: Vec<_> =
+                (images..values).filter(|&value| last[value] == Some(i)).collect();
+            let in_place = may_be_in_place[i] && last_read.contains(&image);
+            Step { call, image, second, in_place, last_read }
         });
-        Ok(Conv2dSequence { images, steps: steps.collect(), results, bytes, elements })
+        let steps = steps.collect();
+        Ok(Conv2dSequence { images, steps, convolutions, results, bytes, elements })
     }
 
+    /// `filters` are those of the convolutions.
     fn __call__<'py>(
         &self,
         py: Python<'py>,
@@ -87,7 +153,7 @@ impl Conv2dSequence {
     ) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
         let of_filters = filters.iter().flat_map(|(weight, bias)| bias.iter().chain([weight]));
         if images.len() != self.images
-            || filters.len() != self.steps.len()
+            || filters.len() != self.convolutions
             || !nothing_to_dispatch(py, true, images.iter().chain(of_filters))?
         {
             return Ok(None);
@@ -107,30 +173,41 @@ impl Conv2dSequence {
             Err(e) if e.is_instance_of::<NotInPlace>(py) => return Ok(None),
             arrays => arrays?,
         };
-        let mut calls = Vec::with_capacity(self.steps.len());
-        for (step, (weight, bias)) in self.steps.iter().zip(&filters) {
-            let call = step.call.get();
+        let is_image = |value: usize, planned: &TensorDesc| match images.get(value) {
+            None => true,
+            Some(image) => image.device == Device::Cpu && image.lies_as(planned),
+        };
+        let reads = |step: &Step| {
+            let second = step.second.zip(step.call.second());
+            is_image(step.image, step.call.x()) && second.is_none_or(|(v, desc)| is_image(v, desc))
+        };
+        if !self.steps.iter().all(reads) {
+            return Ok(None);
+        }
+        let mut given_filters = Vec::with_capacity(filters.len());
+        let convolutions = self.steps.iter().filter_map(|step| step.call.convolution());
+        for (call, (weight, bias)) in convolutions.zip(&filters) {
             let spec = call.plan().spec();
-            let is_image = |value: usize, planned: &TensorDesc| match images.get(value) {
-                None => true,
-                Some(image) => image.device == Device::Cpu && image.lies_as(planned),
-            };
-            if !is_image(step.image, &spec.x)
-                || step.residual.is_some_and(|value| !is_image(value, &spec.y))
-                || weight.device != Device::Cpu
-                || (&weight.desc, &desc(bias)) != (&spec.w, &spec.bias)
+            if weight.device != Device::Cpu || (&weight.desc, &desc(bias)) != (&spec.w, &spec.bias)
             {
                 return Ok(None);
             }
             let Some(weights) = call.weights(py, weight) else { return Ok(None) };
-            calls.push((step, call.plan(), weights, view(bias)));
+            given_filters.push((weights, view(bias)));
         }
         let given: Vec<_> = images.iter().map(Array::view).collect();
         let computed = run(py, &images[0], self.bytes, self.elements, |workspace| {
-            let mut computed: Vec<Option<Placed>> = Vec::with_capacity(calls.len());
-            for (step, plan, weights, bias) in calls {
-                let spec = plan.spec();
-                let mut y = Placed::output(spec.y, Device::Cpu)?;
+            let mut computed: Vec<Option<Placed>> = Vec::with_capacity(self.steps.len());
+            let mut filters = given_filters.into_iter();
+            for step in &self.steps {
+                let y = match step.in_place {
+                    true => computed[step.image - given.len()].take(),
+                    false => None,
+                };
+                let mut y = match y {
+                    Some(y) => y,
+                    None => Placed::output(*step.call.y(), Device::Cpu)?,
+                };
                 let value = |value: usize, planned| match value.checked_sub(given.len()) {
                     None => lying_as(given[value], planned),
                     Some(i) => {
@@ -138,10 +215,28 @@ impl Conv2dSequence {
                         lying_as(value.as_ref(), planned)
                     }
                 };
-                let args = Conv2dArgs::new(value(step.image, &spec.x), weights)
-                    .with_bias(bias)
-                    .with_residual(step.residual.map(|residual| value(residual, &spec.y)));
-                plan.run(&args, y.as_mut()?, workspace)?;
+                let second = step.second.zip(step.call.second());
+                let second = second.map(|(second, planned)| value(second, planned));
+                match &step.call {
+                    Call::Convolution(call) => {
+                        let (weights, bias) = filters.next().expect("one for each convolution");
+                        let args = Conv2dArgs::new(value(step.image, step.call.x()), weights)
+                            .with_bias(bias)
+                            .with_residual(second);
+                        call.get().plan().run(&args, y.as_mut()?, workspace)?;
+                    }
+                    Call::Image(call) => {
+                        let to: *mut f32 = y.as_mut()?.as_mut_ptr().cast();
+                        let from = match step.in_place {
+                            true => to.cast_const(),
+                            false => value(step.image, step.call.x()).as_ptr().cast(),
+                        };
+                        let second = second.map_or(std::ptr::null(), |s| s.as_ptr().cast());
+                        // SAFETY: `new` has compared steps, and the call its images. The result is new, or the image's
+                        // memory if that is allowed.
+                        unsafe { call.get().step().run(from, second, to) };
+                    }
+                }
                 computed.push(Some(y));
                 step.last_read.iter().for_each(|&value| computed[value - given.len()] = None);
             }

@@ -15,6 +15,7 @@ mod dlpack;
 mod error;
 mod gelu;
 mod glance;
+mod image_step;
 mod openmp;
 mod output;
 mod torch;
@@ -52,6 +53,8 @@ mod _native {
     use super::error::NotInPlace;
     #[pymodule_export]
     use super::gelu::{gelu, gelu_backward};
+    #[pymodule_export]
+    use super::image_step::ImageStep;
     #[pymodule_export]
     use super::openmp::use_openmp;
     #[pymodule_export]

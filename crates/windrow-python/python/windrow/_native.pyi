@@ -375,6 +375,20 @@ class Conv2dCall:
     ) -> A | None: ...
 
 @final
+class ImageStep:
+    """The mean of an image, its product with a gate or pooling, in f32 and channels-last on the CPU.
+
+    With other tensors than those that it was made for, or if PyTorch's dispatcher is needed for them, a call does
+    nothing and returns None."""
+
+    @staticmethod
+    def of(operation: str, window: Sequence[int], x: A, second: A | None) -> ImageStep | None:
+        """operation: "mean", "sigmoid" or "hardsigmoid" (of `second`, times `x`), "max_pool2d", "avg_pool2d".
+        window: height, width, strides and padding of a pooling. None if other tensors only are computed. Raises
+        ValueError for another operation."""
+    def __call__(self, x: A, second: A | None = None) -> A | None: ...
+
+@final
 class Conv2dSequence:
     """A sequence of calls on the CPU, each of which reads images or results of earlier calls.
 
@@ -384,14 +398,13 @@ class Conv2dSequence:
     def __init__(
         self,
         images: int,
-        steps: Sequence[tuple[Conv2dCall, int, int | None]],
+        steps: Sequence[tuple[Conv2dCall | ImageStep, int, int | None]],
         results: Sequence[int],
     ) -> None:
-        """`steps` are calls, each with the values that it reads and adds. Raises ValueError if a step does not fit
-        those before it."""
-    def __call__(
-        self, images: Sequence[A], filters: Sequence[tuple[Array, Array | None]]
-    ) -> list[A] | None: ...
+        """`steps` are calls, each with the values that it reads: the image, and what a convolution adds or a gate.
+        Raises ValueError if a step does not fit those before it."""
+    def __call__(self, images: Sequence[A], filters: Sequence[tuple[Array, Array | None]]) -> list[A] | None:
+        """`filters` are those of the convolutions."""
 @final
 class FilterCache:
     """A cache of the packed forms of one filter, which it compares by content."""
