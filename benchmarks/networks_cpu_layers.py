@@ -26,6 +26,7 @@ import torch
 from contestants import OPTIMIZED, PYTORCH, Case
 from torch import Tensor, fx
 from windrow.torch._fused import FusedConv2d
+from windrow.torch._image_step import ImageStep
 from windrow.torch._sequence import Sequence
 from windrow.torch.backend import _compile
 
@@ -71,15 +72,21 @@ class _Timed(fx.Interpreter):
         told = lambda y: f"{kind} {weight[1] * groups} -> {weight[0]}, {[*y.shape[2:]]}, {module.activation}"
         return self._call(name, lambda: module(x, residual), kind, told)
 
+    def _module(self, name: str, module: Any, x: Tensor, second: Tensor | None) -> Any:
+        if isinstance(module, FusedConv2d):
+            return self._convolution(name, module, x, second)
+        assert isinstance(module, ImageStep)
+        told = lambda y: f"{module.operation} {y.shape[1]}, {[*x.shape[2:]]}"
+        return self._call(name, lambda: module(x, second), kind_of(module.operation), told)
+
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module: Any = self.submodules[target]
-        if isinstance(module, FusedConv2d):
-            return self._convolution(target, module, args[0], args[1] if len(args) > 1 else None)
-        assert isinstance(module, Sequence)
+        if not isinstance(module, Sequence):
+            return self._module(target, module, args[0], args[1] if len(args) > 1 else None)
         values = [*args]
         for (image, added), (name, one) in zip(module.steps, module._modules.items(), strict=True):
             residual = None if added is None else values[added]
-            values.append(self._convolution(f"{target}.{name}", one, values[image], residual))
+            values.append(self._module(f"{target}.{name}", one, values[image], residual))
         results = [values[i] for i in module.results]
         return results[0] if len(results) == 1 else (*results,)
 

@@ -147,7 +147,7 @@ def test_one_that_is_pytorchs_is_between_two_calls(made, calls, monkeypatch):
             same(fast(x), want)
         assert calls() == len(given) == 2
         (stages,) = sequence(fast)._stages.values()
-        assert [(s.first, s.last, s.call is None) for s in stages] == [(0, 1, False), (1, 2, True), (2, 3, False)]
+        assert [(s.first, s.last, s.call is None) for s in stages] == [(0, 1, False), (1, 2, True), (2, 4, False)]
 
 
 def test_where_modules_are_called(made, calls):

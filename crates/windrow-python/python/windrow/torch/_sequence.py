@@ -1,5 +1,5 @@
-"""Consecutive convolutions of an optimized model as one call, for the CPU, where calling a small convolution can cost
-as much as computing it."""
+"""Consecutive convolutions of an optimized model, and image steps between them, as one call, for the CPU, where calling
+a small convolution can cost as much as computing it."""
 
 import itertools
 import operator
@@ -13,19 +13,21 @@ from torch.nn.modules import module as modules_of_torch
 from windrow import _native
 from windrow.torch._calls import is_direct
 from windrow.torch._fused import Called, FusedConv2d, Way
+from windrow.torch._image_step import ImageStep
 from windrow.torch._precision import flags
 from windrow.torch._remembering import REMEMBERED, Remembering
 
-# The value that a convolution reads, and the one that it adds.
+# The image that a module reads, and what a convolution adds or the gate.
 Step = tuple[int, int | None]
 
 
 def in_sequences(traced: fx.GraphModule) -> None:
-    """Replaces consecutive convolutions by one node, whose module holds theirs."""
+    """Replaces consecutive convolutions and image steps by one node, whose module holds theirs."""
     graph, modules = traced.graph, dict(traced.named_modules())
-    # Those that write to a buffer have a third argument.
-    is_fused = lambda n: n.op == "call_module" and type(modules.get(n.target)) is FusedConv2d and len(n.args) < 3
-    groups = [[*nodes] for fused, nodes in itertools.groupby(graph.nodes, is_fused) if fused]
+    kinds: tuple[Any, ...] = (FusedConv2d, ImageStep)
+    # Convolutions that write to a buffer have a third argument.
+    is_ours = lambda n: n.op == "call_module" and type(modules.get(n.target)) in kinds and len(n.args) < 3
+    groups = [[*nodes] for ours, nodes in itertools.groupby(graph.nodes, is_ours) if ours]
     for number, nodes in enumerate(nodes for nodes in groups if len(nodes) > 1):
         images = [*dict.fromkeys(a for node in nodes for a in node.args if a not in nodes)]
         results = [node for node in nodes if any(user not in nodes for user in node.users)]
@@ -46,13 +48,13 @@ def in_sequences(traced: fx.GraphModule) -> None:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A range of a sequence's convolutions, from `first` to before `last`."""
+    """A range of a sequence's modules, from `first` to before `last`."""
 
     first: int
     last: int
     # The function that computes each. Without one, its module is called.
     ways: Several[Way] = ()
-    # Windrow's call, with the values that it takes and returns; None if convolutions are called one by one.
+    # Windrow's call, with the values that it takes and returns; None if modules are called one by one.
     call: _native.Conv2dSequence | None = None
     images: Several[int] = ()
     results: Several[int] = ()
@@ -60,8 +62,8 @@ class _Stage:
 
 
 class Sequence(Remembering):
-    """A module that computes consecutive convolutions, whose modules are its own. Its values are numbered: first the
-    images, then the results in order."""
+    """A module that computes consecutive convolutions and image steps, whose modules are its own. Its values are
+    numbered: first the images, then the results in order."""
 
     # The stages of a call, by the key of the images.
     _stages: dict[Any, list[_Stage]] = {}
@@ -74,13 +76,14 @@ class Sequence(Remembering):
         self.images, self.steps, self.results = images, steps, results
         last = {value: i for i, step in enumerate(steps) for value in step}
         gone = lambda i: [v for v in steps[i] if v is not None and last[v] == i and v not in results]
-        # For each convolution, the values that no later one reads.
+        # For each module, the values that no later one reads.
         self.last_read = [gone(i) for i in range(len(steps))]
         self.eval()
 
     def of(self, modules: dict[str, Any]) -> "Sequence":
-        """The same sequence of other modules."""
-        return Sequence({name: modules[name] for name in self._modules}, self.images, self.steps, self.results)
+        """The same sequence of other convolutions."""
+        held = {name: modules.get(name, own) for name, own in self._modules.items()}
+        return Sequence(held, self.images, self.steps, self.results)
 
     def forward(self, *images: Tensor) -> Any:
         stages, seen = [_Stage(0, len(self.steps))], None
@@ -109,17 +112,17 @@ class Sequence(Remembering):
         return results[0] if len(results) == 1 else (*results,)
 
     def _call(self, stage: _Stage, values: list[Any], found: list[Way | None] | None) -> None:
-        """Calls convolutions one by one. `found` collects the function that each has found for good."""
-        convolutions: list[Any] = [*self._modules.values()]
+        """Calls modules one by one. `found` collects the function that each has found for good."""
+        modules: list[Any] = [*self._modules.values()]
         for i in range(stage.first, stage.last):
             image, added = self.steps[i]
             x, residual = values[image], None if added is None else values[added]
             y = None
             if stage.ways and _native.is_plain(x, residual):
                 y = stage.ways[i - stage.first](x, residual)
-            values[self.images + i] = convolutions[i](x, residual) if y is None else y
+            values[self.images + i] = modules[i](x, residual) if y is None else y
             if found is not None:
-                found.append(convolutions[i].known(x, residual))
+                found.append(modules[i].known(x, residual))
             for value in self.last_read[i]:
                 values[value] = None
 
@@ -138,7 +141,8 @@ class Sequence(Remembering):
         return True
 
     def _remember(self, seen: Any, ways: list[Any]) -> None:
-        is_call = lambda way: type(way) is Called and type(way.call) is _native.Conv2dCall and way.weight.is_cpu
+        is_conv = lambda way: type(way) is Called and type(way.call) is _native.Conv2dCall and way.weight.is_cpu
+        is_call = lambda way: type(way) is _native.ImageStep or is_conv(way)
         # On CUDA another function may compute a call that goes into a CUDA graph.
         is_on_cpu = all(device.type == "cpu" for _, _, _, device, _ in seen)
         stages = []
@@ -158,14 +162,15 @@ class Sequence(Remembering):
         read = {*self.results, *(v for step in self.steps[last:] for v in step)}
         results = [value for value in inside if value in read]
         number = {value: i for i, value in enumerate([*images, *inside])}
-        added = [None if residual is None else number[residual] for _, residual in steps]
-        read_by = zip(ways[first:last], steps, added, strict=True)
-        calls = [(way.call, number[image], residual) for way, (image, _), residual in read_by]
-        call = _native.Conv2dSequence(len(images), calls, [number[value] for value in results])
-        return _Stage(first, last, (), call, images, results, [(way.weight, way.bias) for way in ways[first:last]])
+        calls: list[Any] = [way.call if type(way) is Called else way for way in ways[first:last]]
+        numbered = [(number[image], None if second is None else number[second]) for image, second in steps]
+        read_by = [(call, *values) for call, values in zip(calls, numbered, strict=True)]
+        call = _native.Conv2dSequence(len(images), read_by, [number[value] for value in results])
+        filters = [(way.weight, way.bias) for way in ways[first:last] if type(way) is Called]
+        return _Stage(first, last, (), call, images, results, filters)
 
     def extra_repr(self) -> str:
-        return f"{len(self.steps)} of the convolutions"
+        return f"{len(self.steps)} of the convolutions and image steps"
 
 
 def _is_seen_by_hooks() -> bool:

@@ -15,6 +15,7 @@ from windrow.torch.backend._convolutions import to_windrows
 from windrow.torch.backend._fold import fold
 from windrow.torch.backend._fuse import fuse, results
 from windrow.torch.backend._group_norm import by_channels
+from windrow.torch.backend._image_steps import image_steps_to_modules
 from windrow.torch.backend._layout import lay_out_images, to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions
 from windrow.torch.backend._memory import Memory
@@ -123,6 +124,7 @@ class _Frozen:
         self.bind: Callable[..., fx.GraphModule] | None = None
         if decompositions is None:
             others_to_windrows(graph, options.report)
+            image_steps_to_modules(module, options.report)
             self.bind, names = to_modules(module, constants)
             if check is not None:
                 check.named(names)

@@ -15,7 +15,7 @@ from windrow.torch.backend._constants import Constants, value
 from windrow.torch.backend._convolutions import FASTER, LEFT, Convolution, called, convolutions, replaced
 from windrow.torch.backend._layout import laid_out
 from windrow.torch.backend._memory import Memory
-from windrow.torch.backend._report import FOLDED, Report, name_of
+from windrow.torch.backend._report import FOLDED, NAME, Report, name_of
 from windrow.torch.choice.convolution import compiles
 
 _aten = torch.ops.aten
@@ -98,8 +98,11 @@ def _fuse(
     if last is conv.node and last.target is OPERATORS.conv2d_fused.default:
         last.args = (conv.x, weight, bias, *last.args[3:])
         result = "linear"
-    elif not replaced(last, called(graph, last, OPERATORS.conv2d_fused.default, *tensors, *how), conv.node):
-        return None
+    else:
+        new = called(graph, last, OPERATORS.conv2d_fused.default, *tensors, *how)
+        new.meta[NAME] = name
+        if not replaced(last, new, conv.node):
+            return None
     if report is not None:
         module = told(value(weight).shape, conv.options, bias is not None, activation)
         report.fused(name, ": ".join([f"FusedConv2d({module})", ", ".join([*folded, *what])]).removesuffix(": "))

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from windrow.torch._fused import FusedConv2d
+from windrow.torch._image_step import ImageStep
 from windrow.torch._library import OPERATORS
 from windrow.torch._sequence import Sequence as Convolutions
 from windrow.torch._sequence import in_sequences
@@ -42,7 +43,8 @@ def to_modules(
 
     def bind(results: Sequence[Tensor]) -> fx.GraphModule:
         of: Any = lambda i: None if i is None else results[i]
-        parts = {name: FusedConv2d(of(weight), of(bias), *how) for name, (weight, bias, how) in bound.items()}
+        parts: dict[str, Any] = {name: FusedConv2d(of(weight), of(bias), *how) for name, (weight, bias, how) in bound.items()}
+        parts |= {name: part for name, part in module._modules.items() if isinstance(part, ImageStep)}
         parts |= {name: part.of(parts) for name, part in module._modules.items() if isinstance(part, Convolutions)}
         held = {str(n.target): getattr(module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
         whole = fx.GraphModule(held | parts, graph)
