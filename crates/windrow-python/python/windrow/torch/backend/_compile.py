@@ -24,6 +24,7 @@ from windrow.torch.backend._norms import norms_to_convolutions
 from windrow.torch.backend._options import Options
 from windrow.torch.backend._others import others_to_windrows
 from windrow.torch.backend._padding import fold_padding
+from windrow.torch.backend._upsampling import whole_upsampling
 
 _log = logging.getLogger(__name__.rpartition(".")[0])
 
@@ -63,7 +64,8 @@ def by_eager(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
     made = aot_autograd(
         fw_compiler=trained, bw_compiler=trained, inference_compiler=inferred, keep_inference_input_mutations=True
     )
-    return made(graph, inputs)  # type: ignore[no-any-return]
+    with whole_upsampling():
+        return made(graph, inputs)  # type: ignore[no-any-return]
 
 
 def _static_inputs() -> Sequence[int]:
