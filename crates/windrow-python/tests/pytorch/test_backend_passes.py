@@ -503,6 +503,27 @@ def test_convolutions_read_what_is_copied(seen, monkeypatch):
     assert torch.ops.aten.clone.default in dict(found)
 
 
+def test_nothing_is_copied_to_be_read(seen, monkeypatch):
+    """As by dropout, which older versions of PyTorch make a copy in inference."""
+    replaced, copies = _others.others_to_windrows, []
+
+    def spy(graph, report):
+        replaced(graph, report)
+        found = [node for node in graph.nodes if node.target is torch.ops.aten.clone.default]
+        copies.extend(node for node in found if "memory_format" not in node.kwargs)
+
+    monkeypatch.setattr(_compile, "others_to_windrows", spy)
+    check(Behind(lambda m, y: F.silu(F.dropout(torch.tanh(y).clone(), training=False)) + y.clone().clone()).eval())
+    assert not copies
+    # Results share no memory with others.
+    model = Behind(lambda m, y: (torch.tanh(y), y.clone(), y.clone()[:, 1:])).eval()
+    with torch.no_grad():
+        results = compiled(model)(IMAGE)
+        for got, want in zip(results, model(IMAGE), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert len({t.untyped_storage().data_ptr() for t in results}) == 3 and len(copies) == 2
+
+
 def test_memory_of_a_graph():
     class Model(nn.Module):
         def __init__(self):
