@@ -56,6 +56,13 @@ def cases(g):
                     x, weight, bias, *options, groups, _ = given
                     residual = g.choice([None, laid_out(g, *y.shape)])
                     yield "conv2d_fused", (x, weight, bias, residual, *options, groups, "silu", None)
+                    # Some channels of an image, and a residual that lies alike.
+                    layout = g.choice([torch.contiguous_format, torch.channels_last])
+                    n, k, h, w = y.shape
+                    wide = [torch.randn(n, k + 3, h, w).contiguous(memory_format=layout) for _ in range(2)]
+                    out, beside = (t[:, 1 : 1 + k] for t in wide)
+                    residual = g.choice([None, beside])
+                    yield "conv2d_into", (x, weight, bias, residual, *options, groups, "silu", None, out)
     n, l, d, width = g.choice([1, 2]), g.choice([1, 5]), g.choice([1, 3]), g.choice([1, 2, 4])
     shape = g.choice([(l, d), (n, l, d)])
     x, gate = laid_out(g, *shape), laid_out(g, *shape)
@@ -76,7 +83,7 @@ def significant(t):
 
 
 def outcome(result):
-    results = result if isinstance(result, list | tuple) else [result]
+    results = [] if result is None else result if isinstance(result, list | tuple) else [result]
     return [(t.dtype, t.shape, significant(t)) for t in results]
 
 
@@ -91,6 +98,9 @@ def test_every_operator(seed, factor, times):
             fake = outcome(operator(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]))
             described = [(a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args]
             assert outcome(operator(*args)) == fake, (name, described)
+            if name == "conv2d_into":
+                want = torch.ops.windrow.conv2d_fused(*args[:-1])
+                torch.testing.assert_close(args[-1], want, atol=1e-4, rtol=1e-4, check_stride=False)
 
 
 def test_every_operator_is_among_them():
