@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from windrow import _native
 
@@ -107,10 +109,11 @@ def _autograd(
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
 ) -> None:
-    """Registers a gradient as `torch.library.register_autograd` does. A tensor with a forward-mode derivative is an
-    error here; there the derivative is dropped without a word."""
+    """Registers a gradient as `torch.library.register_autograd` does, for transforms of `torch.func` too. A tensor with a
+    forward-mode derivative is an error here; there the derivative is dropped without a word."""
     overload = getattr(OPERATORS, operator).default
     implementation = make_autograd_impl(overload, Info(backward, setup_context))
+    transformed = _under_transforms(overload, setup_context, backward)
 
     def checked(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(_is_dual(arg) for arg in args):
@@ -124,9 +127,38 @@ def _autograd(
             # has the operator, which finds its gradient when the graph is run.
             with torch.no_grad():
                 return implementation(keyset, *args)
+        if torch._C._are_functorch_transforms_active():
+            return transformed(keyset, *args)
         return implementation(keyset, *args)
 
     _LIBRARY.impl(operator, checked, "Autograd", with_keyset=True)
+
+
+def _under_transforms(
+    operator: Any, setup_context: Callable[..., None], gradient: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Records an operator for the innermost transform of `torch.func`, as PyTorch's own operators do. What PyTorch makes
+    for a custom operator is an error under transforms."""
+
+    class Level(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            *given, keyset = args
+            # The transforms outside record the operator, too.
+            with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+                result = operator.redispatch(keyset & torch._C._after_autograd_keyset, *given)
+            setup_context(ctx, (*given,), result)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return *gradient(ctx, *grads), None
+
+    def recorded(keyset: Any, *args: Any) -> Any:
+        with enable_single_level_autograd_function():
+            return Level.apply(*args, keyset)
+
+    return recorded
 
 
 def _is_dual(value: Any) -> bool:
