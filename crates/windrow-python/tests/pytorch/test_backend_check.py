@@ -8,13 +8,14 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from common import OURS, THEIRS
-from faults import FAULTS, drop_a_bias, keep_a_stale_filter
+from common import OURS, THEIRS, leaf
+from faults import FAULTS, change_an_activation, drop_a_bias, keep_a_stale_filter
 from networks import image, network
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from windrow.torch import _check_bound
 from windrow.torch._fused import FusedConv2d
-from windrow.torch.backend import _check, _options, windrow
+from windrow.torch.backend import _check, _check_sums, _options, windrow
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_decided"),
@@ -77,6 +78,94 @@ def test_faults_are_found(seed, dtype, times, monkeypatch, checks):
                 y = fast(x)
             assert why() is not None and "runs as PyTorch's own" in why(), fault
             assert torch.equal(y, want) and torch.equal(fast(x), want)
+
+
+@pytest.mark.parametrize("is_folded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_activations_that_differ_little_are_told_apart(dtype, is_folded, times, monkeypatch):
+    """ReLU and GELU, by at most 0.17, where sums are larger."""
+    times(OURS)
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(16) if is_folded else nn.Identity()
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), norm, nn.ReLU()).eval().to(dtype)
+    x = image(dtype, 2).repeat(1, 6, 1, 1)[:, :16] * (4 if is_folded else 16)
+    with torch.no_grad():
+        if is_folded:
+            norm.running_var.copy_(model[0](x).float().var((0, 2, 3)) / 2)
+        assert 1.2 < model[:2](x).float().std() < 40
+        fast, why = compiled(model)
+        fast(x)
+        assert why() is None
+        change_an_activation(monkeypatch)
+        fast, why = compiled(model)
+        fast(x)
+    assert why() is not None and "differ" in why()
+
+
+class Permuted(nn.Module):
+    """Views that only permuted results have, as those of MobileViT."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.line = nn.Conv2d(3, 8, 3, padding=1), nn.Conv1d(4, 4, 3)
+
+    def forward(self, x):
+        y = F.gelu(self.conv(x).permute(0, 2, 3, 1)) + 1
+        return self.line(y.permute(0, 3, 1, 2).view(x.shape[0], 4, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts_stay_where_values_are_moved(dtype, times, checks):
+    times(OURS)
+    fast, why = compiled(Permuted().eval().to(dtype))
+    with torch.no_grad():
+        fast(image(dtype))
+    assert why() is None and checks()[1:] == ["call"]
+
+
+class Kinds(nn.Module):
+    """Convolutions of every kind, with results that are compared in several parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(6, 12, 3, padding=1), nn.BatchNorm2d(12)
+        self.groups, self.depthwise = nn.Conv2d(12, 18, 3, groups=3), nn.Conv2d(18, 18, 3, groups=18)
+        self.up, self.up_groups = nn.ConvTranspose2d(18, 7, 2, stride=2), nn.ConvTranspose2d(18, 8, 2, stride=2, groups=2)
+        self.line = nn.Conv1d(7, 5, 3)
+
+    def forward(self, x):
+        y = self.depthwise(self.groups(self.norm(self.first(x)).relu()))
+        up = self.up(y)
+        return up, self.up_groups(y), self.line(up.flatten(2))
+
+
+@pytest.mark.parametrize("piece", [1, 500, 3000, 1 << 22])
+def test_parts_of_results(piece, times, monkeypatch):
+    """Whatever their size, the bounds are those of the whole."""
+    times(OURS)
+    monkeypatch.setattr(_check_bound, "PIECE", piece)
+    monkeypatch.setattr(_check_sums, "PIECE", piece)
+    found, own = [], _check_sums.beyond
+    monkeypatch.setattr(_check_sums, "beyond", lambda got, want, bound: found.append(bound) or own(got, want, bound))
+    torch.manual_seed(0)
+    model, x = Kinds().eval(), leaf(2, 6, 14, 12, grad=False)
+    fast, why = compiled(model)
+    with torch.no_grad():
+        fast(x)
+    assert why() is None
+    assert len(found) == {1: 12 + 3 + 18 + 7 + 2 + 5, 1 << 22: 6}.get(piece, len(found))
+    whole = [*found]
+    found.clear()
+    monkeypatch.setattr(_check_sums, "PIECE", 1 << 22)
+    fast, why = compiled(model)
+    with torch.no_grad():
+        fast(x)
+    each = iter(whole)
+    for want in found:
+        parts = []
+        while sum(t.shape[1] for t in parts) < want.shape[1]:
+            parts.append(next(each))
+        torch.testing.assert_close(torch.cat(parts, 1), want)
 
 
 @pytest.mark.parametrize("seed", [0, 3])

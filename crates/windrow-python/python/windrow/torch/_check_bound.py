@@ -2,6 +2,7 @@
 derives it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ _F32 = 2.0**-24
 _UNITS = {torch.float64: 2.0**-53, torch.float32: _F32, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
 # Results within the sum of these in rows and columns depend on one tile.
 _REACH = 1, 2, 4
+# The elements that are compared, or moved, at a time.
+PIECE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,16 @@ class Tier:
     unit: float
     out: float
     growth: float
+    # True if sums read operands as they are and are made in f32.
+    is_exact: bool = False
 
-    def of_sums(self, terms: int) -> float:
-        """The standard deviation of a sum's error, relative to the root of the sum of squares of its products."""
-        return self.growth * (2 * self.unit + _F32 * math.sqrt(terms + 48))
+    def of_sums(self, terms: int, is_folded: bool) -> float:
+        """A distance that the errors of two sums, which nothing but roundings tells apart, stay within, relative to the
+        root of the sum of squares of the products. `is_folded`: the filter of one was rounded once more."""
+        of_f32 = _F32 * math.sqrt(terms + 48)
+        if self.is_exact:
+            return DEVIATIONS * (2 * GROWTH_F32 * of_f32 + self.unit * is_folded)
+        return 2 * DEVIATIONS * self.growth * (2 * self.unit + of_f32)
 
 
 def tier_of(dtype: torch.dtype, device: torch.device, accuracy: str | None) -> Tier:
@@ -39,7 +48,7 @@ def tier_of(dtype: torch.dtype, device: torch.device, accuracy: str | None) -> T
     out = _UNITS.get(dtype, _F32)
     on_cuda = device.type != "cpu"
     if dtype in (torch.float16, torch.bfloat16):
-        return Tier(out, out, GROWTH_ROUNDED if on_cuda else GROWTH_CPU)
+        return Tier(out, out, GROWTH_ROUNDED) if on_cuda else Tier(out, out, GROWTH_CPU, is_exact=True)
     if accuracy == "half":
         return Tier(_UNITS[torch.bfloat16], out, GROWTH_ROUNDED)
     is_rounded = accuracy is None and on_cuda and (may_use_tf32() or may_use_tf32(is_linear=True))
@@ -79,10 +88,19 @@ def beyond(got: Tensor, want: Tensor, bound: Tensor) -> str | None:
 
 def moved(x: Tensor, unit: float, generator: torch.Generator) -> Tensor:
     """The tensor with each element moved by one rounding, up or down."""
-    wide = x.float() if x.element_size() < 4 else x
-    signs = torch.randint(0, 2, x.shape, generator=generator, device=x.device, dtype=torch.int8)
-    # The factor is exact, and a rounding to the nearest of a number that one unit was added to is a step of its type.
-    return signs.to(wide.dtype).mul_(4 * unit).add_(1 - 2 * unit).mul_(wide).to(x.dtype)
+    y = torch.empty_like(x)
+    for part, to in zip(_pieces(x), _pieces(y), strict=True):
+        wide = part.float() if x.element_size() < 4 else part
+        signs = torch.randint(0, 2, part.shape, generator=generator, device=x.device, dtype=torch.int8)
+        # The factor is exact, and a rounding to the nearest of a number that one unit was added to is a step of its type.
+        to.copy_(signs.to(wide.dtype).mul_(4 * unit).add_(1 - 2 * unit).mul_(wide))
+    return y
+
+
+def _pieces(x: Tensor) -> Sequence[Tensor]:
+    """The parts of a tensor that are computed one after the other, so that little memory is taken."""
+    number = x.numel() // PIECE + 1
+    return (x,) if number == 1 else x.tensor_split(number, dim=max(range(x.dim()), key=x.size))
 
 
 class Spread:

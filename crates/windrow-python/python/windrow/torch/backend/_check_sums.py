@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from windrow.torch._check_bound import DEVIATIONS, beyond, largest_nearby, tier_of
+from windrow.torch._check_bound import PIECE, beyond, largest_nearby, tier_of
 from windrow.torch._conv2d import CONV2D
 from windrow.torch._fused import CONV2D_FUSED, CONV2D_INTO
 from windrow.torch.backend._constants import value
@@ -80,38 +80,65 @@ class Compared:
         if y.numel() == 0:
             return None
         wide = torch.float64 if y.dtype == torch.float64 else torch.float32
-        like = (1, -1, *[1] * (y.dim() - 2))
         sums = self.sum
-        was, own = _of(sums.weight, values, constants).to(wide), weight.to(wide)
-        inner = _of(sums.value, values, constants).to(wide).abs()
+        was, own, before = _of(sums.weight, values, constants).to(wide), weight.to(wide), None
         if sums.bias is not None:
-            inner = inner + _of(sums.bias, values, constants).to(wide).abs().view(like)
+            before = _of(sums.bias, values, constants).to(wide).abs()
+        scale = None
         if was.shape == own.shape and was.data_ptr() != own.data_ptr():
             # The factor by which the operations after the sum scale it.
             scale = self._by_channel(own).norm(dim=1) / self._by_channel(was).norm(dim=1)
-            inner = inner * scale.nan_to_num(nan=0.0, posinf=0.0).view(like)
-        if bias is not None:
-            inner = inner + bias.to(wide).abs().view(like)
-        if residual is not None:
-            inner = inner + residual.to(wide).abs()
+            scale = scale.nan_to_num_(nan=0.0, posinf=0.0)
         tier = tier_of(y.dtype, y.device, accuracy)
-        # Twice, because the other is no exact value either.
-        of_sums = 2 * DEVIATIONS * tier.of_sums(self._terms(own)) * self._size(x.to(wide), own)
-        return beyond(y.to(wide), want.to(wide), _SLOPE * (of_sums + (_UNITS * tier.out + 2.0**-20) * inner))
+        of_sums = tier.of_sums(self._terms(own), is_folded=was.shape != own.shape or not torch.equal(was, own))
+        of = lambda part, some: part[some].view(1, -1, *[1] * (y.dim() - 2))
+        products = _of(sums.value, values, constants)
+        for some, size in self._sizes(x, own, y, wide):
+            inner = products[:, some].to(wide).abs()
+            if before is not None:
+                inner += of(before, some)
+            if scale is not None:
+                inner *= of(scale, some)
+            if bias is not None:
+                inner += of(bias, some).to(wide).abs()
+            if residual is not None:
+                inner += residual[:, some].to(wide).abs()
+            bound = size.mul_(of_sums).add_(inner, alpha=_UNITS * tier.out + 2.0**-20).mul_(_SLOPE)
+            why = beyond(y[:, some].to(wide), want[:, some].to(wide), bound)
+            if why is not None:
+                return why if bound.shape == y.shape else f"of channels {some.start} to {some.stop - 1} {why}"
+        return None
 
-    def _size(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _sizes(self, x: Tensor, weight: Tensor, y: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """The root of the sum of squares of the products, for each element: the size on which the rounding error of a
-        sum depends."""
-        options = self._options()
+        sum depends. Large results come in several ranges of channels, so that little memory is taken."""
+        *options, groups = self._options()
+        is_transposed = options[3]
         is_lines = x.dim() == 3
         if is_lines:
             x, weight = x.unsqueeze(2), weight.unsqueeze(2)
         elif weight.dim() == 2:
             weight = weight[:, :, None, None]
-        squares = _aten.convolution.default(x.square(), weight.square(), None, *options).clamp_(min=0)
-        if weight.shape[-1] > 1 or weight.shape[-2] > 1:
-            squares = largest_nearby(squares)
-        return squares.squeeze(2).sqrt_() if is_lines else squares.sqrt_()
+        weight = weight.square()
+        channels, few = y.shape[1], max(1, y.shape[1] * PIECE // y.numel())
+        whole = x.to(wide, copy=True).square_() if groups == 1 else None
+        step = few if groups == 1 else max(1, few * groups // channels)
+        for first in range(0, channels if groups == 1 else groups, step):
+            if whole is not None:
+                last = min(first + step, channels)
+                some, image, number = slice(first, last), whole, 1
+                part = weight[:, some] if is_transposed else weight[some]
+            else:
+                last = min(first + step, groups)
+                number = last - first
+                each, inner = channels // groups, x.shape[1] // groups
+                some = slice(first * each, last * each)
+                image = x[:, first * inner : last * inner].to(wide, copy=True).square_()
+                part = weight[first * inner : last * inner] if is_transposed else weight[some]
+            squares = _aten.convolution.default(image, part, None, *options, number).clamp_(min=0)
+            if weight.shape[-1] > 1 or weight.shape[-2] > 1:
+                squares = largest_nearby(squares)
+            yield some, squares.squeeze(2).sqrt_() if is_lines else squares.sqrt_()
 
     def _by_channel(self, weight: Tensor) -> Tensor:
         """The filter as a matrix with a row for each channel of the result."""
