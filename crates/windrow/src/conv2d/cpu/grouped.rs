@@ -3,7 +3,7 @@
 use super::direct::{Operands, Packing, TapSums, TapUnit};
 use super::method::Task;
 use super::shared::Vectors;
-use super::shared::channels::{Channels, Read, Single};
+use super::shared::channels::{Channels, Read, SingleSums};
 use super::shared::stencil::Stencil;
 use crate::Result;
 use crate::conv2d::Conv2dAlgorithm;
@@ -156,7 +156,7 @@ impl<T: SimdElement> Kernel for Rows<'_, T> {
         // SAFETY: the stencil's own channels and pixels.
         unsafe {
             match plan.groups {
-                Groups::Single => first.sum(s, Single, rows),
+                Groups::Single => s.outlined(SingleSums(first, rows)),
                 Groups::Small => {
                     let first_lane = |lane: usize| f32::from_bits((lane / k * k) as u32);
                     first.sum(s, Small { firsts: array(first_lane) }, rows);

@@ -4,7 +4,7 @@
 use super::direct::{Operands, Packing, TapSums, TapUnit};
 use super::method::Task;
 use super::shared::Vectors;
-use super::shared::channels::{Channels, Single};
+use super::shared::channels::{Channels, SingleSums};
 use super::shared::epilogue::Epilogue;
 use super::shared::rows::copy_transposed;
 use super::shared::stencil::{Stencil, Tap};
@@ -154,7 +154,7 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
                 dst: transposed,
                 dst_strides: [(dst_size[1] * S::LANES) as isize, S::LANES as isize],
             };
-            channels.sum(s, Single, first..first + rows);
+            s.outlined(SingleSums(channels, first..first + rows));
             let to = operands.dst.wrapping_offset(
                 stencil.dst_offset
                     + n as isize * dst[0]
@@ -189,12 +189,12 @@ unsafe fn turn_back<S: Simd, T: SimdElement>(
     for pixel in (0..len).step_by(S::LANES) {
         let width = S::LANES.min(len - pixel);
         let is_whole = width == S::LANES && count == S::LANES;
-        let mut square = s.zeros();
         // SAFETY: promised by the caller.
         unsafe {
             let from = from.add(pixel * S::LANES);
             if is_whole && epilogue.residual.is_none() {
-                // Loops of as many turns as a square has vectors: they stay in registers.
+                // Loops of as many turns as a square has vectors, and a square of its own: it stays in registers.
+                let mut square = s.zeros();
                 for (p, row) in square.as_mut().iter_mut().enumerate() {
                     *row = s.load(from.add(p * S::LANES));
                 }
@@ -204,6 +204,7 @@ unsafe fn turn_back<S: Simd, T: SimdElement>(
                 }
                 continue;
             }
+            let mut square = s.zeros();
             for (p, row) in square.as_mut().iter_mut().enumerate().take(width) {
                 *row = s.load(from.add(p * S::LANES));
             }

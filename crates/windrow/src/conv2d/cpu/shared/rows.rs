@@ -113,9 +113,9 @@ pub(in crate::conv2d::cpu) unsafe fn copy_transposed<S: Simd, T: SimdElement>(
             unsafe {
                 let from = from.offset(i as isize + j as isize * col);
                 let to = to.add(i * to_row + j);
-                let mut square = s.zeros();
                 if height == S::LANES && width == S::LANES {
-                    // Loops of as many turns as a square has vectors: they stay in registers.
+                    // Loops of as many turns as a square has vectors, and a square of its own: it stays in registers.
+                    let mut square = s.zeros();
                     for (a, column) in square.as_mut().iter_mut().enumerate() {
                         *column = T::load(s, from.offset(a as isize * col));
                     }
@@ -124,6 +124,7 @@ pub(in crate::conv2d::cpu) unsafe fn copy_transposed<S: Simd, T: SimdElement>(
                     }
                     continue;
                 }
+                let mut square = s.zeros();
                 for (a, column) in square.as_mut().iter_mut().enumerate().take(width) {
                     let from = from.offset(a as isize * col);
                     *column = match height == S::LANES {

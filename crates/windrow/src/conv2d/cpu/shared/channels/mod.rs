@@ -1,5 +1,7 @@
 //! Sums over filter taps with vectors over channels that lie next to each other.
 
+mod window;
+
 use super::epilogue::Epilogue;
 use super::stencil::Stencil;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
@@ -56,9 +58,9 @@ pub(in crate::conv2d::cpu) struct Channels<'a, T, D> {
     pub dst_strides: [isize; 2],
 }
 
-/// The largest number of pixels at a time, and of columns that their taps read.
+/// The largest number of pixels at a time, and the number in narrow images, where most pixels are near a border.
 const PIXELS: usize = 8;
-const WINDOW: usize = columns(PIXELS, 5, 2);
+const FEW: usize = 4;
 
 /// The number of columns that the taps of neighbouring pixels read.
 const fn columns(pixels: usize, taps: usize, step: usize) -> usize {
@@ -96,6 +98,22 @@ impl<D: SimdElement> Kernel for Finish<D> {
     }
 }
 
+/// The sums of some rows of a depthwise convolution, as a kernel that methods share. Whoever makes it promises what
+/// [`Channels::sum`] asks for.
+pub(in crate::conv2d::cpu) struct SingleSums<'a, T, D>(pub Channels<'a, T, D>, pub Range<usize>);
+
+impl<T: SimdElement, D: SimdElement> Kernel for SingleSums<'_, T, D> {
+    type Output = ();
+    const IS_SPECIAL: bool = true;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let SingleSums(channels, rows) = self;
+        // SAFETY: promised by whoever has made it.
+        unsafe { channels.sum(s, Single, rows) };
+    }
+}
+
 impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
     /// Computes all pixels of rows, P at a time. A vector of the filter is loaded once for all P pixels, and P sums
     /// keep the multiplier's pipeline full. P is 7 instead of 8 if that leaves no rest.
@@ -114,7 +132,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
             match self.stencil.dst_size[1] {
                 width if width >= 8 && width % 7 != 0 => self.by_taps::<S, R, 8>(s, read, rows),
                 7.. => self.by_taps::<S, R, 7>(s, read, rows),
-                4..7 => self.by_taps::<S, R, 4>(s, read, rows),
+                4..7 => self.by_taps::<S, R, FEW>(s, read, rows),
                 _ => self.pixels::<S, R, 1, 0, 0>(s, read, rows),
             }
         }
@@ -173,7 +191,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
             unsafe {
                 // Separate code for blocks that touch a border: the compiler would merge it, and hold all columns in
                 // registers.
-                match TAPS > 0 && block.inside.len() == columns(P, TAPS, STEP) {
+                match TAPS > 0 && P > FEW && block.inside.len() == columns(P, TAPS, STEP) {
                     true => block.sum::<S, R, P, TAPS, STEP, true>(s, read),
                     false => block.sum::<S, R, P, TAPS, STEP, false>(s, read),
                 }
@@ -378,119 +396,17 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
             }
         }
     }
+}
 
-    /// Sums over TAPS neighbouring columns, STEP of which lie between pixels: a row of the source is loaded once for all
-    /// of its taps.
-    #[inline(always)]
-    unsafe fn window<
-        S: Simd,
-        R: Read<S>,
-        const P: usize,
-        const TAPS: usize,
-        const STEP: usize,
-        const INSIDE: bool,
-    >(
-        &self,
-        s: S,
-        read: R,
-        channel: usize,
-        i: usize,
-    ) -> [S::F32; P] {
-        let Channels { stencil, src, src_strides: [row_stride, col_stride], .. } = *self.all;
-        let mut acc = [s.zero(); P];
-        let first = (self.j * STEP) as isize + stencil.cols[0].offset;
-        let start = src.wrapping_offset(first.wrapping_mul(col_stride));
-        let start = start.wrapping_add(read.first(channel));
-        let (term, planes) = (self.all.term(), self.all.planes::<S, R>());
-        let mut filter = self.all.filter.wrapping_add(channel);
-        for &row in stencil.rows.iter() {
-            let Some(row) = stencil.src_row(i, row) else {
-                filter = filter.wrapping_add(planes * TAPS * term);
-                continue;
-            };
-            let from = start.wrapping_offset(row as isize * row_stride);
-            let at = |c: usize| from.wrapping_offset((c as isize).wrapping_mul(col_stride));
-            for plane in 0..planes {
-                // SAFETY: columns inside of the source, and terms of the filter.
-                unsafe {
-                    if INSIDE || S::REGISTERS >= 32 {
-                        let mut x = [s.zero(); WINDOW];
-                        for (c, x) in x.iter_mut().enumerate().take(columns(P, TAPS, STEP)) {
-                            if INSIDE || self.inside.contains(&c) {
-                                *x = read.load(s, at(c), plane);
-                            }
-                        }
-                        for t in 0..TAPS {
-                            let w = s.load(filter.wrapping_add(t * term));
-                            for (p, sum) in acc.iter_mut().enumerate() {
-                                *sum = s.mul_add(w, x[p * STEP + t], *sum);
-                            }
-                        }
-                    } else {
-                        let (from, filter) = ((from, col_stride), (filter, term));
-                        acc = self
-                            .by_columns::<S, R, P, TAPS, STEP>(s, read, from, plane, filter, acc);
-                    }
-                }
-                filter = filter.wrapping_add(TAPS * term);
-            }
-        }
-        acc
-    }
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+mod tests {
+    use super::*;
+    use crate::cpu::compiled::assert_in_registers;
 
-    /// `acc` and the products of a row of the source, column by column, in the same order. It takes fewer registers than
-    /// to hold all columns, each of which exists or not. Columns and taps are a distance apart.
-    #[inline(always)]
-    unsafe fn by_columns<
-        S: Simd,
-        R: Read<S>,
-        const P: usize,
-        const TAPS: usize,
-        const STEP: usize,
-    >(
-        &self,
-        s: S,
-        read: R,
-        (from, col): (*const T, isize),
-        plane: usize,
-        (filter, term): (*const f32, usize),
-        mut acc: [S::F32; P],
-    ) -> [S::F32; P] {
-        const { assert!(columns(P, TAPS, STEP) <= 14 * STEP) }
-        let holds = P + TAPS + 1 < S::REGISTERS;
-        let mut w = [s.zero(); TAPS];
-        // SAFETY: columns inside of the source, and terms of the filter.
-        unsafe {
-            if holds {
-                for (t, w) in w.iter_mut().enumerate() {
-                    *w = s.load(filter.wrapping_add(t * term));
-                }
-            }
-            // Steps by literals: the compiler does not unroll so long a loop.
-            macro_rules! steps {
-                ($($q:literal)*) => {$(
-                    let q = $q;
-                    for r in 0..STEP {
-                        let c = q * STEP + r;
-                        if c < columns(P, TAPS, STEP) && self.inside.contains(&c) {
-                            let at = from.wrapping_offset((c as isize).wrapping_mul(col));
-                            let x = read.load(s, at, plane);
-                            for u in 0..(TAPS - r).div_ceil(STEP) {
-                                if u <= q && q - u < P {
-                                    let t = u * STEP + r;
-                                    let w = match holds {
-                                        true => w[t],
-                                        false => s.load(filter.wrapping_add(t * term)),
-                                    };
-                                    acc[q - u] = s.mul_add(w, x, acc[q - u]);
-                                }
-                            }
-                        }
-                    }
-                )*};
-            }
-            steps!(0 1 2 3 4 5 6 7 8 9 10 11 12 13);
-        }
-        acc
+    #[test]
+    #[cfg_attr(debug_assertions, ignore = "of a release build")]
+    fn sums_stay_in_registers() {
+        // AVX2: as many registers are too few for the sums of some filters.
+        assert_in_registers::<SingleSums<'static, f32, f32>>([13, 0]);
     }
 }

@@ -1,0 +1,127 @@
+//! Sums over filter columns that are neighbours, their number known when the code is compiled.
+
+use super::{Block, Channels, PIXELS, Read, columns};
+use crate::cpu::{Simd, SimdElement};
+
+/// The largest number of columns that the taps of neighbouring pixels read.
+const WINDOW: usize = columns(PIXELS, 5, 2);
+
+impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
+    /// Sums over TAPS neighbouring columns, STEP of which lie between pixels: a row of the source is loaded once for all
+    /// of its taps.
+    ///
+    /// # Safety
+    /// As [`Channels::sum`](super::Channels::sum).
+    #[inline(always)]
+    pub(super) unsafe fn window<
+        S: Simd,
+        R: Read<S>,
+        const P: usize,
+        const TAPS: usize,
+        const STEP: usize,
+        const INSIDE: bool,
+    >(
+        &self,
+        s: S,
+        read: R,
+        channel: usize,
+        i: usize,
+    ) -> [S::F32; P] {
+        let Channels { stencil, src, src_strides: [row_stride, col_stride], .. } = *self.all;
+        let mut acc = [s.zero(); P];
+        let first = (self.j * STEP) as isize + stencil.cols[0].offset;
+        let start = src.wrapping_offset(first.wrapping_mul(col_stride));
+        let start = start.wrapping_add(read.first(channel));
+        let (term, planes) = (self.all.term(), self.all.planes::<S, R>());
+        let mut filter = self.all.filter.wrapping_add(channel);
+        for &row in stencil.rows.iter() {
+            let Some(row) = stencil.src_row(i, row) else {
+                filter = filter.wrapping_add(planes * TAPS * term);
+                continue;
+            };
+            let from = start.wrapping_offset(row as isize * row_stride);
+            let at = |c: usize| from.wrapping_offset((c as isize).wrapping_mul(col_stride));
+            for plane in 0..planes {
+                // SAFETY: columns inside of the source, and terms of the filter.
+                unsafe {
+                    if INSIDE || S::REGISTERS >= 32 {
+                        let mut x = [s.zero(); WINDOW];
+                        for (c, x) in x.iter_mut().enumerate().take(columns(P, TAPS, STEP)) {
+                            if INSIDE || self.inside.contains(&c) {
+                                *x = read.load(s, at(c), plane);
+                            }
+                        }
+                        for t in 0..TAPS {
+                            let w = s.load(filter.wrapping_add(t * term));
+                            for (p, sum) in acc.iter_mut().enumerate() {
+                                *sum = s.mul_add(w, x[p * STEP + t], *sum);
+                            }
+                        }
+                    } else {
+                        let (from, filter) = ((from, col_stride), (filter, term));
+                        acc = self
+                            .by_columns::<S, R, P, TAPS, STEP>(s, read, from, plane, filter, acc);
+                    }
+                }
+                filter = filter.wrapping_add(TAPS * term);
+            }
+        }
+        acc
+    }
+
+    /// `acc` and the products of a row of the source, column by column, in the same order. It takes fewer registers than
+    /// to hold all columns, each of which exists or not. Columns and taps are a distance apart.
+    #[inline(always)]
+    unsafe fn by_columns<
+        S: Simd,
+        R: Read<S>,
+        const P: usize,
+        const TAPS: usize,
+        const STEP: usize,
+    >(
+        &self,
+        s: S,
+        read: R,
+        (from, col): (*const T, isize),
+        plane: usize,
+        (filter, term): (*const f32, usize),
+        mut acc: [S::F32; P],
+    ) -> [S::F32; P] {
+        const { assert!(columns(P, TAPS, STEP) <= 14 * STEP) }
+        let holds = P + TAPS + 1 < S::REGISTERS;
+        let mut w = [s.zero(); TAPS];
+        // SAFETY: columns inside of the source, and terms of the filter.
+        unsafe {
+            if holds {
+                for (t, w) in w.iter_mut().enumerate() {
+                    *w = s.load(filter.wrapping_add(t * term));
+                }
+            }
+            // Steps by literals: the compiler does not unroll so long a loop.
+            macro_rules! steps {
+                ($($q:literal)*) => {$(
+                    let q = $q;
+                    for r in 0..STEP {
+                        let c = q * STEP + r;
+                        if c < columns(P, TAPS, STEP) && self.inside.contains(&c) {
+                            let at = from.wrapping_offset((c as isize).wrapping_mul(col));
+                            let x = read.load(s, at, plane);
+                            for u in 0..(TAPS - r).div_ceil(STEP) {
+                                if u <= q && q - u < P {
+                                    let t = u * STEP + r;
+                                    let w = match holds {
+                                        true => w[t],
+                                        false => s.load(filter.wrapping_add(t * term)),
+                                    };
+                                    acc[q - u] = s.mul_add(w, x, acc[q - u]);
+                                }
+                            }
+                        }
+                    }
+                )*};
+            }
+            steps!(0 1 2 3 4 5 6 7 8 9 10 11 12 13);
+        }
+        acc
+    }
+}
