@@ -28,12 +28,16 @@ fields! {
     /// The outputs of a run; see [`CausalConv1dSpec`](crate::CausalConv1dSpec) for shapes and types.
     #[derive(Debug)]
     CausalConv1dOutputs<'a> by pub fn new {
-        /// [b, d_out, l]
+        /// [b, d_out, l], or the first channels if the outputs are split
         y: TensorMut<'a>,
     }
     optional {
         /// [b or sequences, d, width-1]. The values are exact copies of inputs.
         final_states: TensorMut<'a> => with_final_states,
+        /// [b, channels, l], if the outputs are split
+        y2: TensorMut<'a> => with_y2,
+        /// [b, channels, l], if there are three outputs
+        y3: TensorMut<'a> => with_y3,
     }
 }
 

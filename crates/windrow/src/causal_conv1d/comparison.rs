@@ -2,11 +2,13 @@
 
 use super::cpu::im2col::gradients::most_tokens;
 use super::cpu::shared::epilogue::HALF_ERROR;
+use super::problem::OUTPUTS;
 use super::reference::{Gradients, Reference, UpdateReference};
+use super::split::Split;
 use super::{CausalConv1dGrads, CausalConv1dOutputs, Problem};
 use crate::cpu::gemm::MAX_TERMS;
 use crate::verification::{Check, Comparison, Expected};
-use crate::{Activation, DType, Result, TensorRef};
+use crate::{Activation, DType, Result, TensorMut, TensorRef};
 
 /// The largest number of additions, one after the other, that form an element of a sum of `terms` products: of a matrix
 /// product's block, then of the blocks.
@@ -68,12 +70,33 @@ pub(super) fn forward_checks_with(
     reference: &Reference,
     outputs: &CausalConv1dOutputs<'_>,
 ) -> Result<Vec<Check>> {
-    let comparison = compare_with(want, reference, &outputs.y.as_ref())?;
-    let mut checks = vec![Check { what: "y", comparison }];
+    let CausalConv1dOutputs { y, y2, y3, .. } = outputs;
+    let tolerance = forward_tolerance(&reference.problem, reference.activation, y.dtype());
+    let mut checks =
+        output_checks(want, &reference.problem, [Some(y), y2.as_ref(), y3.as_ref()], tolerance)?;
     if let Some(states) = &outputs.final_states {
         checks.push(check_equal("final_states", &states.as_ref(), reference.final_states()?)?);
     }
     Ok(checks)
+}
+
+/// The outputs, each with its channels of the expected values.
+pub(super) fn output_checks(
+    want: &Expected,
+    problem: &Problem,
+    outputs: [Option<&TensorMut<'_>>; OUTPUTS],
+    tolerance: f64,
+) -> Result<Vec<Check>> {
+    let given = || outputs.into_iter().flatten();
+    let channels = Split::of(given().map(|output| output.desc())).channels();
+    if let [Some(y), None, None] = outputs {
+        return Ok(vec![want.check("y", &y.as_ref(), tolerance)?]);
+    }
+    let each = given().zip(channels).zip(["y", "y2", "y3"]);
+    each.map(|((output, channels), what)| {
+        want.narrow(&problem.y_shape(), channels)?.check(what, &output.as_ref(), tolerance)
+    })
+    .collect()
 }
 
 /// The comparisons of the requested gradients with the oracle.

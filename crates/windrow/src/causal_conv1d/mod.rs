@@ -14,6 +14,7 @@ mod sample;
 mod sequences;
 pub(crate) mod serving;
 mod spec;
+mod split;
 mod tuning;
 mod update;
 pub(crate) mod verify;

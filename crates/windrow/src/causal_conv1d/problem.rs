@@ -3,6 +3,9 @@
 use crate::tensor::{check_dtype, check_tensor, check_unique};
 use crate::{DType, Error, Layout, Result, TensorDesc};
 
+/// The largest number of tensors among which the output channels can be divided.
+pub(crate) const OUTPUTS: usize = 3;
+
 /// The sizes of a causal convolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
@@ -78,10 +81,59 @@ impl Problem {
 
     /// The output for x, without gaps: channels-last if x is.
     pub(super) fn output(&self, x: &TensorDesc) -> Result<TensorDesc> {
-        let (shape, strides) = (x.shape(), x.strides());
-        let channel_last = shape[1] > 1 && strides[1].abs() < strides[2].abs();
+        self.output_like(x, self.d_out)
+    }
+
+    /// An output of so many channels without gaps, of the type and in the order of a tensor [b, channels, l].
+    pub(super) fn output_like(&self, like: &TensorDesc, channels: usize) -> Result<TensorDesc> {
+        let strides = like.strides();
+        let channel_last = like.shape()[1] > 1 && strides[1].abs() < strides[2].abs();
         let order = if channel_last { [0, 2, 1] } else { [0, 1, 2] };
-        Ok(TensorDesc { dtype: x.dtype, layout: Layout::with_order(&self.y_shape(), &order)? })
+        let layout = Layout::with_order(&[self.b, channels, self.l], &order)?;
+        Ok(TensorDesc { dtype: like.dtype, layout })
+    }
+
+    /// Outputs [b, channels, l] whose channels are d_out together: one, or two or three of a split.
+    pub(crate) fn check_outputs(
+        &self,
+        y: &TensorDesc,
+        [y2, y3]: [&Option<TensorDesc>; 2],
+        x: DType,
+    ) -> Result<()> {
+        let Some(y2) = y2 else {
+            return match y3 {
+                None => self.check_output(y, x),
+                Some(_) => Err(Error::parameter("y3", "given", "none without `y2`")),
+            };
+        };
+        let outputs = [Some(("y", y)), Some(("y2", y2)), y3.as_ref().map(|y3| ("y3", y3))];
+        let mut channels = Vec::new();
+        for (name, output) in outputs.into_iter().flatten() {
+            let &[_, n, _] = output.shape() else {
+                return Err(rank(name, output, "3: [b, channels, l]"));
+            };
+            channels.push(n);
+        }
+        self.check_split(&channels)?;
+        for ((name, output), n) in outputs.into_iter().flatten().zip(channels) {
+            check_tensor(name, output, x, &[self.b, n, self.l])?;
+            check_unique(name, &output.layout)?;
+        }
+        Ok(())
+    }
+
+    /// The numbers of channels of one to three outputs.
+    pub(super) fn check_split(&self, channels: &[usize]) -> Result<()> {
+        let sum = channels.iter().try_fold(0usize, |sum, &n| sum.checked_add(n));
+        if (1..=OUTPUTS).contains(&channels.len())
+            && !channels.contains(&0)
+            && sum == Some(self.d_out)
+        {
+            return Ok(());
+        }
+        let expected =
+            format!("one to three numbers of at least one channel whose sum is {}", self.d_out);
+        Err(Error::parameter("split", format!("{channels:?}"), expected))
     }
 
     /// An output [b, d_out, l].

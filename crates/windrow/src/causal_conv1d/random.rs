@@ -1,6 +1,6 @@
 //! Random cases of `windrow verify --random`.
 
-use super::sample::{DTYPES, Gradients, Sample, UpdateSample, desc};
+use super::sample::{DTYPES, Gradients, Sample, UpdateSample, desc, outputs, parts};
 use super::verify::{Oracle, run_update_with, run_with};
 use super::{
     CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dPlan, CausalConv1dSpec,
@@ -44,6 +44,15 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dSpec> {
     if choices.one_in(2) {
         spec.y = desc(choices, style, dtype, &[b, d_out, l], false)?;
     }
+    if d_out > 1 && choices.one_in(4) {
+        let channels = parts(choices, d_out);
+        let mut output = |i: usize| {
+            let n = channels.get(i);
+            n.map(|&n| desc(choices, style, dtype, &[b, n, l], false)).transpose()
+        };
+        spec.y = output(0)?.unwrap_or(spec.y);
+        (spec.y2, spec.y3) = (output(1)?, output(2)?);
+    }
     if choices.one_in(2) {
         let parameter = choices.of(&[dtype, DType::F32]);
         spec.bias = Some(desc(choices, style, parameter, &[d_out], true)?);
@@ -74,8 +83,9 @@ fn spoil(
 ) -> Result<Option<(CausalConv1dSpec, &'static str)>> {
     let &[b, d, l] = spec.x.shape() else { return Ok(None) };
     let contiguous = TensorDesc::contiguous;
-    let d_out = spec.y.shape()[1];
-    let kind = match choices.below(10) {
+    let d_out = spec.weight.shape()[0];
+    (spec.y, spec.y2, spec.y3) = (spec.whole_output()?, None, None);
+    let kind = match choices.below(13) {
         0 => {
             spec.x.dtype = DType::F64;
             "DType"
@@ -112,6 +122,19 @@ fn spoil(
         8 => {
             spec.initial_states = Some(contiguous(spec.x.dtype, &[b + 1, d, 70])?);
             "Shape"
+        }
+        // Too many channels, no channel in an output, a third output without a second.
+        10 if d_out > 0 => {
+            spec.y2 = Some(spec.y);
+            "Parameter"
+        }
+        11 => {
+            spec.y2 = Some(contiguous(spec.x.dtype, &[b, 0, l])?);
+            "Parameter"
+        }
+        12 => {
+            spec.y3 = Some(spec.y);
+            "Parameter"
         }
         9 if b != 1 => {
             (spec.seq_idx, spec.cu_seqlens) = (None, Some(contiguous(DType::I64, &[2])?));
@@ -211,7 +234,9 @@ fn results(trial: &mut Trial, lane: Lane, sample: &mut Sample, asked: [bool; 4])
     let Gradients { dx, dweight, dbias, dinitial_states } = &mut sample.gradients;
     let grads = [dx, dweight, dbias, dinitial_states];
     let grads = grads.into_iter().zip(asked).filter_map(|(held, asked)| asked.then_some(held));
+    let further = sample.further.iter_mut().flatten();
     let outputs = [Some(&mut sample.y), sample.final_states.as_mut()].into_iter().flatten();
+    let outputs = outputs.chain(further);
     for held in outputs.chain(grads) {
         trial.result(lane, "an output", held)?;
         held.fill_nan()?;
@@ -249,8 +274,12 @@ fn sample(
         hold(choices, desc, of_gradients.data(seed + i, &desc, exact))
     };
     let empty = |choices: &mut Choices<'_>, desc: TensorDesc| hold(choices, desc, Vec::new());
+    let further = |choices: &mut Choices<'_>, desc: Option<TensorDesc>| {
+        desc.map(|desc| empty(choices, desc)).transpose()
+    };
     let [b, d, l] = [0, 1, 2].map(|i| spec.x.shape()[i]);
-    let y_shape = spec.y.shape();
+    let y_shape = spec.whole_output()?;
+    let y_shape = y_shape.shape();
     let states = spec.states_shape()?;
     let (dweight, dbias) = (choices.of(&[dtype, DType::F32]), choices.of(&[dtype, DType::F32]));
     let inputs = HeldInputs::new(spec, |name, desc| match name {
@@ -279,6 +308,7 @@ fn sample(
     Ok(Sample {
         inputs,
         y: empty(choices, spec.y)?,
+        further: [further(choices, spec.y2)?, further(choices, spec.y3)?],
         final_states: spec.final_states.map(|desc| empty(choices, desc)).transpose()?,
         dy: gradient(choices, 5, dy)?,
         dfinal_states: has_dfinal.then(|| gradient(choices, 6, dfinal)).transpose()?,
@@ -307,10 +337,7 @@ fn bad_boundaries(
     *sample.inputs.get_mut("cu_seqlens") = Held::at(desc, &values, 0, Device::Cpu)?;
     let plan = CausalConv1dPlan::new(spec, options)?;
     let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
-    let outputs = super::CausalConv1dOutputs {
-        y: sample.y.as_mut()?,
-        final_states: sample.final_states.as_mut().map(Held::as_mut).transpose()?,
-    };
+    let outputs = outputs(&mut sample.y, &mut sample.further, &mut sample.final_states)?;
     let result = plan.run(&sample.inputs.args(), outputs, &mut workspace);
     trial.expect_error("bad cu_seqlens", result, &["Index"]);
     if sample.y.values()?.iter().any(|value| !value.is_nan()) {

@@ -1,7 +1,8 @@
 //! Operands for `windrow verify` and tests: made from a spec and a seed.
 
 use super::{
-    CausalConv1d, CausalConv1dGrads, CausalConv1dSpec, CausalConv1dUpdate, CausalConv1dUpdateSpec,
+    CausalConv1d, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, CausalConv1dUpdate,
+    CausalConv1dUpdateSpec,
 };
 use crate::plan::HeldInputs;
 use crate::verification::choices::Choices;
@@ -27,6 +28,31 @@ pub(super) fn desc(
         _ => style.layout(choices, shape, &[&[0, 1, 2, 3], &[0, 1, 3, 2]], input)?,
     };
     Ok(TensorDesc { dtype, layout })
+}
+
+/// Two or three numbers of channels whose sum is `d`, at least 2. Often all but the last are multiples of 8.
+pub(super) fn parts(choices: &mut Choices<'_>, d: usize) -> Vec<usize> {
+    let step = if d > 16 && choices.one_in(2) { 8 } else { 1 };
+    let (mut parts, mut left) = (Vec::new(), d);
+    for _ in 0..choices.within(1..=2) {
+        let most = (left - 1) / step;
+        if most > 0 {
+            parts.push(choices.within(1..=most) * step);
+            left -= parts[parts.len() - 1];
+        }
+    }
+    parts.push(left);
+    parts
+}
+
+/// Three numbers of channels whose sum is `d`, two if that is 2. The first ones are multiples of 8 or 4 if `d` is large
+/// enough.
+pub(super) fn thirds(d: usize) -> Vec<usize> {
+    let third = [8, 4, 1].map(|step| d / 3 / step * step).into_iter().find(|&n| n > 0);
+    match third {
+        Some(third) => vec![third, third, d - 2 * third],
+        None => vec![1; d],
+    }
 }
 
 /// Numbers in -2..2, all different for different `what`. Multiples of 1/8 for ReLU: sums of their
@@ -72,6 +98,8 @@ fn boundaries(seed: u64, desc: &TensorDesc, l: usize) -> Vec<f64> {
 pub(crate) struct Sample {
     pub inputs: HeldInputs<CausalConv1d>,
     pub y: Held,
+    /// The outputs behind y.
+    pub further: [Option<Held>; 2],
     pub final_states: Option<Held>,
     pub dy: Held,
     pub dfinal_states: Option<Held>,
@@ -98,7 +126,7 @@ impl Sample {
         let make = |what, desc: TensorDesc| hold(desc, numbers(seed, what, &desc, spec.activation));
         let maybe = |what, desc: Option<TensorDesc>| desc.map(|d| make(what, d)).transpose();
         let states = TensorDesc::contiguous(spec.x.dtype, &spec.states_shape()?)?;
-        let dbias = TensorDesc::contiguous(spec.weight.dtype, &spec.y.shape()[1..2])?;
+        let dbias = TensorDesc::contiguous(spec.weight.dtype, &spec.weight.shape()[..1])?;
         let l = spec.x.shape()[2];
         let inputs = HeldInputs::new(spec, |name, desc| match name {
             "seq_idx" => hold(desc, sequences(seed, &desc)),
@@ -111,8 +139,9 @@ impl Sample {
         Ok(Sample {
             inputs,
             y: make(7, spec.y)?,
+            further: [maybe(13, spec.y2)?, maybe(14, spec.y3)?],
             final_states: maybe(8, spec.final_states)?,
-            dy: make(5, spec.y)?,
+            dy: make(5, spec.whole_output()?)?,
             dfinal_states: maybe(6, spec.final_states)?,
             gradients: Gradients {
                 dx: make(9, spec.x)?,
@@ -122,6 +151,20 @@ impl Sample {
             },
         })
     }
+}
+
+/// The tensors of a sample that a run writes.
+pub(crate) fn outputs<'a>(
+    y: &'a mut Held,
+    further: &'a mut [Option<Held>; 2],
+    final_states: &'a mut Option<Held>,
+) -> Result<CausalConv1dOutputs<'a>> {
+    let view = |held: &'a mut Option<Held>| held.as_mut().map(Held::as_mut).transpose();
+    let [y2, y3] = further.each_mut().map(view);
+    Ok(CausalConv1dOutputs::new(y.as_mut()?)
+        .with_final_states(view(final_states)?)
+        .with_y2(y2?)
+        .with_y3(y3?))
 }
 
 impl Gradients {

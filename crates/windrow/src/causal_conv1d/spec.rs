@@ -2,6 +2,7 @@
 
 use super::Problem;
 use super::problem::rank;
+use super::split::split;
 use crate::forms::{fields, names};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
@@ -37,6 +38,12 @@ fields! {
     /// tokens of it, oldest first. If a sequence has fewer tokens, its final state begins with the end of its initial
     /// state, or with zeros if there is none. The final state of a row that ends in padding is zeros.
     ///
+    /// # Split outputs
+    ///
+    /// The output channels may be divided among two or three tensors, each with its own strides: `y` has the first
+    /// channels, `y2` those behind them, and `y3` those behind `y2`. Each has at least one channel. The values are
+    /// those that one tensor would have. [`with_split`](Self::with_split) sets all of them.
+    ///
     /// ```
     /// use windrow::{Activation, CausalConv1dSpec, DType, TensorDesc};
     /// let x = TensorDesc::contiguous(DType::F32, &[2, 64, 128])?;
@@ -54,7 +61,8 @@ fields! {
         x: TensorDesc,
         /// Filter [d, width], or [d_out, d, width] for a dense convolution; f32 or x's type.
         weight: TensorDesc,
-        /// Output [b, d_out, l] of x's type; any strides with which no two elements share memory.
+        /// Output [b, d_out, l] of x's type; any strides with which no two elements share memory. If there is a `y2`, it
+        /// has only the first channels.
         y: TensorDesc => with_output,
     }
     default {
@@ -72,6 +80,10 @@ fields! {
         initial_states: TensorDesc => with_initial_states,
         /// Output: last `width - 1` tokens of each sequence, [b or sequences, d, width-1], of x's type.
         final_states: TensorDesc => with_final_states,
+        /// Output of the channels behind those of `y`, [b, channels, l]; type and strides as for `y`.
+        y2: TensorDesc => with_y2,
+        /// Output of the channels behind those of `y2`, [b, channels, l]; needs `y2`.
+        y3: TensorDesc => with_y3,
     }
 }
 
@@ -85,6 +97,43 @@ impl CausalConv1dSpec {
     pub fn new(x: TensorDesc, weight: TensorDesc) -> Result<Self> {
         let y = Problem::new(&x, &weight)?.output(&x)?;
         Ok(Self::bare(x, weight, y))
+    }
+
+    /// The spec with one output for each of one to three numbers of channels, which add up to `d_out`. No output has
+    /// gaps; all are channels-last if x is, otherwise channels-first.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for other numbers of channels, [`Error::SizeOverflow`], and those of
+    /// [`CausalConv1dSpec::new`], because the fields are public and may have been changed since.
+    ///
+    /// ```
+    /// # use windrow::{CausalConv1dSpec, DType, TensorDesc};
+    /// # let x = TensorDesc::contiguous(DType::F32, &[2, 64, 128])?;
+    /// # let weight = TensorDesc::contiguous(DType::F32, &[64, 4])?;
+    /// let spec = CausalConv1dSpec::new(x, weight)?.with_split(&[16, 16, 32])?;
+    /// assert_eq!(spec.y3.unwrap().shape(), [2, 32, 128]);
+    /// # Ok::<(), windrow::Error>(())
+    /// ```
+    pub fn with_split(mut self, channels: &[usize]) -> Result<Self> {
+        let problem = Problem::new(&self.x, &self.weight)?;
+        (self.y, [self.y2, self.y3]) = split(&problem, &self.x, channels)?;
+        Ok(self)
+    }
+
+    /// The outputs in the order of their channels.
+    pub(crate) fn outputs(&self) -> impl Iterator<Item = &TensorDesc> + Clone {
+        [Some(&self.y), self.y2.as_ref(), self.y3.as_ref()].into_iter().flatten()
+    }
+
+    /// The output without a split: `y`, or a tensor of all channels without gaps whose dimensions are in y's order.
+    pub(crate) fn whole_output(&self) -> Result<TensorDesc> {
+        match self.y2 {
+            None => Ok(self.y),
+            Some(_) => {
+                let problem = Problem::new(&self.x, &self.weight)?;
+                problem.output_like(&self.y, problem.d_out)
+            }
+        }
     }
 
     /// Shape of initial and final states: [b, d, width-1], or [sequences, d, width-1] with
@@ -132,7 +181,7 @@ impl CausalConv1dSpec {
         let problem = Problem::new(&self.x, &self.weight)?;
         let rows = self.state_rows(&problem)?;
         let dtype = self.x.dtype;
-        problem.check_output(&self.y, dtype)?;
+        problem.check_outputs(&self.y, [&self.y2, &self.y3], dtype)?;
         if let Some(bias) = &self.bias {
             problem.check_bias(bias, dtype)?;
         }

@@ -46,10 +46,10 @@ impl Tuned for CausalConv1d {
     }
 
     /// The same spec with dense tensors. Each of them keeps the order of its dimensions in memory. Each row is one
-    /// sequence that begins with zeros.
+    /// sequence that begins with zeros, and has one output.
     fn plain(spec: &CausalConv1dSpec, _: &PlanOptions) -> Result<CausalConv1dSpec> {
         let mut plain = CausalConv1dSpec::new(dense(&spec.x)?, dense(&spec.weight)?)?
-            .with_output(dense(&spec.y)?)
+            .with_output(dense(&spec.whole_output()?)?)
             .with_activation(spec.activation);
         plain.bias = spec.bias.as_ref().map(dense).transpose()?;
         Ok(plain)
@@ -77,8 +77,7 @@ impl Tuned for CausalConv1d {
         y: TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let outputs = CausalConv1dOutputs { y, final_states: None };
-        bound.plan.run(&bound.args(), outputs, workspace)
+        bound.plan.run(&bound.args(), CausalConv1dOutputs::new(y), workspace)
     }
 
     fn compare(

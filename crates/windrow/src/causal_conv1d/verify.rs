@@ -4,16 +4,14 @@ use super::comparison::{
     UpdateOracle, backward_checks_with, check_equal, forward_checks_with, forward_tolerance,
 };
 use super::reference::{Gradients, Reference};
-use super::sample::{Held, Sample, UpdateSample};
+use super::sample::{Held, Sample, UpdateSample, outputs, thirds};
 use super::{
-    CausalConv1dAlgorithm, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec,
-    CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
+    CausalConv1dAlgorithm, CausalConv1dPlan, CausalConv1dSpec, CausalConv1dUpdatePlan,
+    CausalConv1dUpdateSpec,
 };
 use crate::verification::data::scratch;
 use crate::verification::{Case, Check, Expected};
-use crate::{
-    Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
-};
+use crate::{Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef};
 use std::sync::{Arc, OnceLock};
 
 /// The stages of [`CausalConv1dAlgorithm::Im2colGemm`]: both operands of the product, which are
@@ -68,17 +66,14 @@ pub(crate) fn run_with(
     let mut workspace = scratch(plan.device(), plan.workspace_bytes())?;
     let args = sample.inputs.args();
     let reference = &oracle.reference;
-    let mut outputs = CausalConv1dOutputs {
-        y: sample.y.as_mut()?,
-        final_states: sample.final_states.as_mut().map(|states| states.as_mut()).transpose()?,
-    };
-    let written = CausalConv1dOutputs {
-        y: outputs.y.reborrow(),
-        final_states: outputs.final_states.as_mut().map(TensorMut::reborrow),
-    };
-    plan.run(&args, written, &mut workspace)?;
+    plan.run(
+        &args,
+        outputs(&mut sample.y, &mut sample.further, &mut sample.final_states)?,
+        &mut workspace,
+    )?;
     workspace.synchronize()?;
-    let mut checks = forward_checks_with(&oracle.forward, reference, &outputs)?;
+    let written = outputs(&mut sample.y, &mut sample.further, &mut sample.final_states)?;
+    let mut checks = forward_checks_with(&oracle.forward, reference, &written)?;
     if staged && let Some((im2col, weight)) = plan.stages(&args)? {
         checks.extend(stage_checks(reference, &im2col, &weight)?);
     }
@@ -145,8 +140,8 @@ const LARGEST: usize = 150_000;
 
 /// For these sizes GPUs run other kernels: many rows with more than a tile each, with and without the gradient of x,
 /// walks over several rows of the batch, long walks of large tensors, also of few channels, more rows than a grid has
-/// blocks, many taps with weights of x's type and of f32.
-const LARGE: [([usize; 3], usize, &str); 17] = [
+/// blocks, many taps with weights of x's type and of f32, split outputs.
+const LARGE: [([usize; 3], usize, &str); 21] = [
     ([3, 200, 2312], 4, "silu bias"),
     ([3, 200, 2312], 3, "silu bias dx"),
     ([1, 520, 264], 4, "silu bias dx"),
@@ -154,23 +149,27 @@ const LARGE: [([usize; 3], usize, &str); 17] = [
     ([2, 2056, 72], 3, "silu bias"),
     ([1, 520, 16392], 4, "silu bias"),
     ([1, 520, 16392], 4, "silu bias seq_idx"),
+    ([1, 520, 16392], 4, "silu bias split"),
+    ([1, 520, 16392], 4, "silu bias seq_idx split"),
     ([1, 520, 16392], 7, "silu bias"),
     ([1, 264, 33_800], 4, "silu bias dx"),
     ([1, 16, 530_003], 3, "silu bias"),
     ([2, 70, 304], 24, "silu bias"),
+    ([2, 70, 304], 24, "silu bias split"),
     ([2, 70, 304], 7, "silu bias f32 weight"),
     ([1, 9, 777], 65, "silu bias"),
     ([3, 33, 1030], 250, "silu bias"),
     ([3, 33, 1030], 16, "silu bias states f32 weight"),
     ([65_540, 2, 3], 3, "silu bias"),
     ([65_540, 2, 3], 3, "silu seq_idx"),
+    ([65_540, 2, 3], 3, "silu bias split"),
 ];
 
 /// [b, d, l] and width of updates: channels that fill no vector, and that fill some.
 const UPDATES: [([usize; 3], usize); 4] =
     [([1, 1, 1], 1), ([4, 70, 1], 4), ([4, 72, 1], 4), ([3, 33, 5], 3)];
 
-const OPTIONS: [&str; 9] = [
+const OPTIONS: [&str; 12] = [
     "plain",
     "silu bias",
     "silu bias states",
@@ -180,13 +179,17 @@ const OPTIONS: [&str; 9] = [
     "relu cu_seqlens states",
     "initial states",
     "final states",
+    "silu bias split",
+    "gelu seq_idx states split",
+    "relu cu_seqlens split",
 ];
-const DENSE_OPTIONS: [&str; 5] = [
+const DENSE_OPTIONS: [&str; 6] = [
     "silu bias states",
     "silu seq_idx",
     "gelu seq_idx states",
     "relu cu_seqlens",
     "relu cu_seqlens states",
+    "silu bias states split",
 ];
 
 /// The gradients that a case requests, in the order of [`CausalConv1dGrads`](super::CausalConv1dGrads): each option
@@ -309,7 +312,7 @@ fn spec(
     let states = Some(TensorDesc { dtype, layout });
     spec.initial_states = states.filter(|_| has("states") && !has("final"));
     spec.final_states = states.filter(|_| has("states") && !has("initial"));
-    Ok(spec)
+    if has("split") { spec.with_split(&thirds(weight[0])) } else { Ok(spec) }
 }
 
 fn update_spec(

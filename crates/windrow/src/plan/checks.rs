@@ -4,7 +4,7 @@ use crate::tensor::{check_device, check_dtype, check_optional_view, check_tensor
 use crate::{DType, Device, Error, MAX_RANK, Result, TensorDesc, TensorMut, TensorRef};
 
 /// The maximum number of tensors of a run, gradients included.
-const MOST: usize = 18;
+const MOST: usize = 20;
 
 /// The checks of a run's tensors, made one after the other. Each tensor must have the right type, shape and device. An
 /// output must not share memory with a tensor that was checked earlier, so inputs are checked first.

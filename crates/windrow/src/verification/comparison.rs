@@ -54,6 +54,15 @@ impl Expected {
         self
     }
 
+    /// The values of some channels; of values with the shape [b, channels, l].
+    pub(crate) fn narrow(&self, &[_, d, l]: &[usize; 3], channels: Range<usize>) -> Result<Self> {
+        let narrow = |of: &[f64]| {
+            let rows = of.chunks_exact((d * l).max(1));
+            collected(rows.flat_map(|row| &row[channels.start * l..channels.end * l]).copied())
+        };
+        Ok(Expected { values: narrow(&self.values)?, scale: narrow(&self.scale)? })
+    }
+
     /// Compares a result with these values.
     pub(crate) fn compare(&self, got: &TensorRef<'_>, tolerance: f64) -> Result<Comparison> {
         Comparison::of(got, &self.values, &self.scale, tolerance)

@@ -5,7 +5,7 @@ use crate::causal_conv1d::cpu::direct::Forward;
 use crate::causal_conv1d::cpu::direct::gradients::Backward;
 use crate::causal_conv1d::cpu::im2col::gradients::DenseBackward;
 use crate::causal_conv1d::cpu::im2col::{Im2colGemm, Stages};
-use crate::causal_conv1d::cpu::shared::{Gradients, Inputs, Operand, Parameters, Tokens};
+use crate::causal_conv1d::cpu::shared::{Gradients, Inputs, Operand, Outputs, Parameters, Tokens};
 use crate::causal_conv1d::sequences::Sequences;
 use crate::causal_conv1d::{
     CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration, CausalConv1dGrads,
@@ -61,10 +61,7 @@ impl Engine<CausalConv1d> for Cpu {
         };
         let forward = match algorithm {
             CausalConv1dAlgorithm::Direct => {
-                let strides = (spec.x.strides(), spec.y.strides());
-                let (element, task) = (spec.x.dtype.size(), [channels, tokens]);
-                let direct = Forward::new(problem, activation, strides, element, threads, task)?;
-                Algorithm::Direct(direct)
+                Algorithm::Direct(Forward::new(spec, problem, threads, [channels, tokens])?)
             }
             CausalConv1dAlgorithm::Im2colGemm => Algorithm::Im2colGemm(gemm()?),
         };
@@ -156,16 +153,17 @@ impl Cpu {
         scratch: *mut u8,
     ) {
         let inputs = self.inputs::<T>(args, sequences);
-        let y = Operand::<T>::output(&mut outputs.y);
+        let CausalConv1dOutputs { y, y2, y3, final_states } = outputs;
+        let y = Outputs::<T>::new(y, [y2, y3]);
         // SAFETY: views, aliasing, indices and the size of the workspace have been checked.
         unsafe {
             match &self.forward {
-                Algorithm::Direct(direct) => direct.run(self.isa, &inputs, y, scratch),
+                Algorithm::Direct(direct) => direct.run(self.isa, &inputs, &y, scratch),
                 Algorithm::Im2colGemm(gemm) => {
-                    gemm.run(&inputs, y, scratch);
+                    gemm.run(&inputs, &y, scratch);
                 }
             }
-            if let Some(final_states) = &mut outputs.final_states {
+            if let Some(final_states) = final_states {
                 let (rows, d) = (final_states.shape()[0], self.problem.d);
                 inputs.tokens.copy_final_states(rows, d, Operand::output(final_states));
             }

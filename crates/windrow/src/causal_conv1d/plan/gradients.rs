@@ -6,7 +6,8 @@ use crate::plan::{Type, engine};
 use crate::{Result, TensorRef, Workspace};
 
 impl CausalConv1dPlan {
-    /// Computes the gradients in `grads` from `dy` [b, d_out, l], the gradient of y. If the loss depends on the final
+    /// Computes the gradients in `grads` from `dy` [b, d_out, l], the gradient of y; if the outputs are split, of all
+    /// their channels in one tensor. If the loss depends on the final
     /// states, give their gradient as `dfinal_states` [b or sequences, d, width-1]. Both have x's type and may have any
     /// strides. The sums before the activation are computed again from `args`, so `y` is not needed.
     ///

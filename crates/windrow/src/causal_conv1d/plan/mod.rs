@@ -106,10 +106,12 @@ impl CausalConv1dPlan {
         workspace: &mut Workspace,
     ) -> Result<()> {
         let mut checks = self.check_run(args, workspace)?;
-        let CausalConv1dOutputs { y, final_states } = &outputs;
+        let CausalConv1dOutputs { y, final_states, y2, y3 } = &outputs;
         checks.write("y", Some(y), Some(&self.spec.y))?;
         let planned = self.spec.final_states.as_ref();
         checks.write("final_states", final_states.as_ref(), planned)?;
+        checks.write("y2", y2.as_ref(), self.spec.y2.as_ref())?;
+        checks.write("y3", y3.as_ref(), self.spec.y3.as_ref())?;
         self.verified(
             &mut outputs,
             workspace,
@@ -176,7 +178,7 @@ pub fn causal_conv1d(
     let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
     let mut y = Tensor::uninitialised(spec.y)?;
     let args = CausalConv1dArgs { bias: bias.copied(), ..CausalConv1dArgs::new(*x, *weight) };
-    let outputs = CausalConv1dOutputs { y: y.as_mut(), final_states: None };
+    let outputs = CausalConv1dOutputs::new(y.as_mut());
     plan.run(&args, outputs, &mut workspace)?;
     Ok(y)
 }

@@ -47,7 +47,8 @@ fields! {
     CausalConv1dServingOutputs<'a> by pub fn new {
         /// [pool, d, state_len], read too.
         conv_states: TensorMut<'a>,
-        /// [b, d, l] or [1, d, tokens]. It may be the same tensor as x (same address and layout), except with a tree.
+        /// [b, d, l] or [1, d, tokens], or the first channels if the outputs are split. It may be the same tensor as x
+        /// (same address and layout), except with a tree.
         y: TensorMut<'a>,
     }
     optional {
@@ -55,5 +56,9 @@ fields! {
         intermediate_windows: TensorMut<'a> => with_intermediate_windows,
         /// [sequences, columns]
         parent_token: TensorMut<'a> => with_parent_token,
+        /// [b, channels, l], if the outputs are split
+        y2: TensorMut<'a> => with_y2,
+        /// [b, channels, l], if there are three outputs
+        y3: TensorMut<'a> => with_y3,
     }
 }

@@ -2,12 +2,14 @@
 
 use super::CausalConv1dServingOutputs;
 use super::reference::{Memory, ServingReference};
-use crate::causal_conv1d::comparison::{check_equal, forward_tolerance};
+use crate::causal_conv1d::Problem;
+use crate::causal_conv1d::comparison::{check_equal, forward_tolerance, output_checks};
 use crate::verification::{Check, Expected};
 use crate::{DType, Result};
 
 /// The oracle's result of a call.
 pub(crate) struct Oracle {
+    problem: Problem,
     y: Expected,
     tolerance: f64,
     memory: Memory,
@@ -22,15 +24,15 @@ impl Oracle {
     ) -> Result<Self> {
         let y = reference.run(&mut memory)?;
         let tolerance = forward_tolerance(&reference.problem, reference.activation, dtype);
-        Ok(Oracle { y, tolerance, memory })
+        Ok(Oracle { problem: reference.problem, y, tolerance, memory })
     }
 
     pub(crate) fn checks(self, outputs: &CausalConv1dServingOutputs<'_>) -> Result<Vec<Check>> {
         let Memory { conv_states, windows, parents } = self.memory;
-        let mut checks = vec![
-            self.y.check("y", &outputs.y.as_ref(), self.tolerance)?,
-            check_equal("conv_states", &outputs.conv_states.as_ref(), conv_states)?,
-        ];
+        let given = [Some(&outputs.y), outputs.y2.as_ref(), outputs.y3.as_ref()];
+        let mut checks = output_checks(&self.y, &self.problem, given, self.tolerance)?;
+        let states = outputs.conv_states.as_ref();
+        checks.push(check_equal("conv_states", &states, conv_states)?);
         if let Some(view) = &outputs.intermediate_windows {
             checks.push(check_equal("intermediate_windows", &view.as_ref(), windows)?);
         }

@@ -8,7 +8,7 @@ use super::{
     CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec, Sizes, gpu,
 };
 use crate::causal_conv1d::CausalConv1dConfiguration;
-use crate::causal_conv1d::cpu::shared::{Operand, Parameters};
+use crate::causal_conv1d::cpu::shared::{Operand, Outputs, Parameters};
 use crate::causal_conv1d::plan::OnlyMethod;
 use crate::cpu::Isa;
 use crate::dtype::with_element;
@@ -79,7 +79,7 @@ impl OnlyMethod<CausalConv1dServing> for Cpu {
 
     fn new(setup: &Setup<'_, CausalConv1dServing, Isa>) -> Result<Self> {
         let &Setup { spec, problem: sizes, place, .. } = setup;
-        let walk = Walk::new(*sizes, spec.activation, spec.x.dtype.size(), setup.threads())?;
+        let walk = Walk::new(spec, *sizes, setup.threads())?;
         // If there is nothing to compute, sizes can be larger than any memory.
         let [sequences, pool, slots, tokens] = match sizes.problem.is_empty() {
             true => [0; 4],
@@ -126,16 +126,22 @@ impl Cpu {
         // SAFETY: any bytes are a u16; a workspace begins at a multiple of 64.
         let (_, parents, _) = unsafe { parents.align_to_mut::<u16>() };
         let tokens = lookup.resolve(entries, seen, parents)?;
-        let CausalConv1dServingOutputs { conv_states, y, intermediate_windows, parent_token } =
-            outputs;
+        let CausalConv1dServingOutputs {
+            conv_states,
+            y,
+            intermediate_windows,
+            parent_token,
+            y2,
+            y3,
+        } = outputs;
         if let Some(to) = parent_token {
             write_parents(to, entries, parents, sizes.problem.l);
         }
         with_element!(plan.spec.x.dtype, T => {
             let operands = Operands::<T> {
                 x: Operand::input(&args.x),
-                y: Operand::output(y),
                 in_place: is_in_place(args, y),
+                outputs: Outputs::new(y, [y2, y3]),
                 conv_states: Operand::output(conv_states),
                 windows: intermediate_windows.as_mut().map(Windows::new),
                 parents,
@@ -197,7 +203,7 @@ impl OnlyMethod<CausalConv1dServing> for gpu::Serving {
 }
 
 impl CausalConv1dServingPlan {
-    /// Computes `y` and moves the states on; the tokens in them are exact copies. Without a tree, `y` may be the same
+    /// Computes `y` and moves the states on; the tokens in them are exact copies. Without a tree or a split, `y` may be the same
     /// tensor as `x` (same address and layout). Otherwise outputs must not share memory with inputs or with each other.
     ///
     /// # Errors
@@ -213,14 +219,22 @@ impl CausalConv1dServingPlan {
     ) -> Result<()> {
         let mut checks = self.check_run(args, workspace)?;
         let spec = &self.spec;
-        let CausalConv1dServingOutputs { conv_states, y, intermediate_windows, parent_token } =
-            &outputs;
+        let CausalConv1dServingOutputs {
+            conv_states,
+            y,
+            intermediate_windows,
+            parent_token,
+            y2,
+            y3,
+        } = &outputs;
         checks.write("conv_states", Some(conv_states), Some(&spec.conv_states))?;
         let over = (is_in_place(args, y) && spec.next_token.is_none()).then_some("x");
         checks.write_over("y", Some(y), Some(&spec.y), over)?;
         let windows = intermediate_windows.as_ref();
         checks.write("intermediate_windows", windows, spec.intermediate_windows.as_ref())?;
         checks.write("parent_token", parent_token.as_ref(), spec.parent_token.as_ref())?;
+        checks.write("y2", y2.as_ref(), spec.y2.as_ref())?;
+        checks.write("y3", y3.as_ref(), spec.y3.as_ref())?;
         self.verified(
             &mut outputs,
             workspace,

@@ -2,7 +2,7 @@
 
 use super::verify::{IndexValues, ServingSample};
 use super::{CausalConv1dServingPlan, CausalConv1dServingSpec, Sizes, TREE};
-use crate::causal_conv1d::sample::{DTYPES, desc};
+use crate::causal_conv1d::sample::{DTYPES, desc, parts};
 use crate::causal_conv1d::{CausalConv1dAlgorithm, CausalConv1dConfiguration};
 use crate::verification::choices::{Choices, shrink};
 use crate::verification::data::{Held, Numbers, Style, options};
@@ -54,6 +54,16 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dServingSp
         1 => x,
         _ => desc(choices, style, dtype, x.shape(), false)?,
     };
+    if d > 1 && choices.one_in(4) {
+        let channels = parts(choices, d);
+        let (b, l) = (x.shape()[0], x.shape()[2]);
+        let mut output = |i: usize| {
+            let n = channels.get(i);
+            n.map(|&n| desc(choices, style, dtype, &[b, n, l], false)).transpose()
+        };
+        spec.y = output(0)?.unwrap_or(spec.y);
+        (spec.y2, spec.y3) = (output(1)?, output(2)?);
+    }
     let index = |choices: &mut Choices<'_>, shape: &[usize]| {
         let dtype = choices.of(&[DType::I32, DType::I64]);
         desc(choices, style, dtype, shape, false)
@@ -183,7 +193,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let seed = choices.seed();
     // Sums of ReLU's argument are exact, so that kernels and oracle agree on its side of the kink.
     let exact = spec.activation.has_kinks();
-    let leads: [usize; 7] = std::array::from_fn(|_| style.lead(choices));
+    let leads: [usize; 9] = std::array::from_fn(|_| style.lead(choices));
     let hold =
         |i: usize, desc: TensorDesc, values: &[f64]| Held::at(desc, values, leads[i], device);
     let [x, states] =
@@ -200,6 +210,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
             })?,
             conv_states: hold(3, spec.conv_states, &states)?,
             y: if in_place { None } else { Some(hold(4, spec.y, &[])?) },
+            further: ServingSample::further(&spec, [leads[7], leads[8]], device)?,
             intermediate_windows: spec
                 .intermediate_windows
                 .zip(windows.as_ref())
@@ -226,6 +237,9 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
         let checks = sample.checked(&plan)?;
         trial.check(lane, "direct", checks);
         trial.result(lane, "y", sample.output())?;
+        for output in sample.further.iter().flatten() {
+            trial.result(lane, "an output", output)?;
+        }
         trial.result(lane, "conv_states", &sample.conv_states)?;
         if let Some(windows) = &sample.intermediate_windows {
             trial.result(lane, "intermediate_windows", windows)?;

@@ -2,6 +2,7 @@
 
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::problem::{check_index, rank};
+use crate::causal_conv1d::split::split;
 use crate::forms::fields;
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
@@ -45,6 +46,10 @@ fields! {
     ///   order in `x`. `parent_token[i, t]` takes the parent, 0 for token 0; other columns do not change. `n` is at
     ///   most the number of columns, and at most 1024.
     ///
+    /// - **Split outputs**: the channels of the output may be divided among two or three tensors, each with its own
+    ///   strides: `y` has the first channels, `y2` those behind them, and `y3` those behind `y2`. Each has at least one
+    ///   channel. [`with_split`](Self::with_split) sets all of them.
+    ///
     /// Source: the calls of vLLM (<https://github.com/vllm-project/vllm>), `causal_conv1d_fn` and
     /// `causal_conv1d_update`; intermediate windows and trees are those of SGLang
     /// (<https://github.com/sgl-project/sglang>).
@@ -56,7 +61,8 @@ fields! {
         conv_states: TensorDesc,
         /// Filter [d, width], f32 or x's type.
         weight: TensorDesc,
-        /// Output of x's shape and type; any strides with which no two elements share memory.
+        /// Output of x's shape and type; any strides with which no two elements share memory. If there is a `y2`, it has
+        /// only the first channels.
         y: TensorDesc => with_output,
     }
     default {
@@ -97,6 +103,10 @@ fields! {
         next_sibling: TensorDesc => with_next_sibling,
         /// Parent of each token, written: of the shape of `next_token`, i32 or i64.
         parent_token: TensorDesc => with_parent_token,
+        /// Output of the channels behind those of `y`, [b, channels, l]; type and strides as for `y`.
+        y2: TensorDesc => with_y2,
+        /// Output of the channels behind those of `y2`, [b, channels, l]; needs `y2`.
+        y3: TensorDesc => with_y3,
     }
 }
 
@@ -136,6 +146,23 @@ impl CausalConv1dServingSpec {
         let spec = Self::bare(x, conv_states, weight, y);
         spec.check_states(&problem)?;
         Ok(spec)
+    }
+
+    /// The spec with one output for each of one to three numbers of channels, which add up to `d`. No output has gaps;
+    /// all are channels-last if x is, otherwise channels-first.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for other numbers of channels, [`Error::SizeOverflow`], and those of
+    /// [`CausalConv1dServingSpec::new`], because the fields are public and may have been changed since.
+    pub fn with_split(mut self, channels: &[usize]) -> Result<Self> {
+        let problem = Problem::depthwise(&self.x, &self.weight)?;
+        (self.y, [self.y2, self.y3]) = split(&problem, &self.x, channels)?;
+        Ok(self)
+    }
+
+    /// The outputs in the order of their channels.
+    pub(crate) fn outputs(&self) -> impl Iterator<Item = &TensorDesc> + Clone {
+        [Some(&self.y), self.y2.as_ref(), self.y3.as_ref()].into_iter().flatten()
     }
 
     fn check_states(&self, problem: &Problem) -> Result<()> {
@@ -199,7 +226,7 @@ impl CausalConv1dServingSpec {
     pub(crate) fn sizes(&self) -> Result<Sizes> {
         let problem = Problem::depthwise(&self.x, &self.weight)?;
         self.check_states(&problem)?;
-        problem.check_output(&self.y, self.x.dtype)?;
+        problem.check_outputs(&self.y, [&self.y2, &self.y3], self.x.dtype)?;
         if let Some(bias) = &self.bias {
             problem.check_bias(bias, self.x.dtype)?;
         }

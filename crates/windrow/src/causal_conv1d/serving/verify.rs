@@ -7,6 +7,7 @@ use super::{
     CausalConv1dServingSpec, Sizes, TREE,
 };
 use crate::causal_conv1d::CausalConv1dAlgorithm;
+use crate::causal_conv1d::sample::thirds;
 use crate::lists::filled;
 use crate::plan::HeldInputs;
 use crate::verification::choices::Choices;
@@ -179,6 +180,8 @@ pub(crate) struct ServingSample {
     pub conv_states: Held,
     /// `None` where x takes the output.
     pub y: Option<Held>,
+    /// The outputs behind y.
+    pub further: [Option<Held>; 2],
     pub intermediate_windows: Option<Held>,
     pub parent_token: Option<Held>,
 }
@@ -207,12 +210,25 @@ impl ServingSample {
             })?,
             conv_states: hold(4, spec.conv_states)?,
             y: if in_place { None } else { Some(Held::at(spec.y, &[], 0, device)?) },
+            further: Self::further(spec, [0; 2], device)?,
             intermediate_windows: spec
                 .intermediate_windows
                 .map(|desc| hold(5, desc))
                 .transpose()?,
             parent_token: Self::parents(spec, 0, device)?,
         })
+    }
+
+    /// The destinations of the outputs behind y.
+    pub(crate) fn further(
+        spec: &CausalConv1dServingSpec,
+        leads: [usize; 2],
+        device: Device,
+    ) -> Result<[Option<Held>; 2]> {
+        let hold = |desc: Option<TensorDesc>, lead| {
+            desc.map(|desc| Held::at(desc, &[], lead, device)).transpose()
+        };
+        Ok([hold(spec.y2, leads[0])?, hold(spec.y3, leads[1])?])
     }
 
     /// The destination of the parents of tokens: -7 where nothing is written.
@@ -237,9 +253,12 @@ impl ServingSample {
             unsafe { TensorMut::from_raw(view.as_ptr().cast_mut().cast(), desc, device) }
         };
         let y = view(self.output())?;
+        let [y2, y3] = self.further.each_mut().map(|held| held.as_mut().map(view).transpose());
         Ok(CausalConv1dServingOutputs::new(view(&mut self.conv_states)?, y)
             .with_intermediate_windows(self.intermediate_windows.as_mut().map(view).transpose()?)
-            .with_parent_token(self.parent_token.as_mut().map(view).transpose()?))
+            .with_parent_token(self.parent_token.as_mut().map(view).transpose()?)
+            .with_y2(y2?)
+            .with_y3(y3?))
     }
 
     /// Runs the plan on it.
@@ -285,7 +304,7 @@ const SIZES: [([usize; 3], usize); 7] = [
     ([33, 33, 516], 4),
 ];
 
-const OPTIONS: [&str; 16] = [
+const OPTIONS: [&str; 23] = [
     "decode",
     "decode flags",
     "decode in place",
@@ -302,6 +321,13 @@ const OPTIONS: [&str; 16] = [
     "rows tree",
     "rows tree windows null flags",
     "drafts tree windows across",
+    "decode split",
+    "rows split",
+    "prompts split",
+    "prompts flags null across split",
+    "few drafts split",
+    "table ends flags split",
+    "rows tree split",
 ];
 
 pub(crate) fn cases(device: Device) -> Vec<Case> {
@@ -379,7 +405,7 @@ fn spec(
     let windows = TensorDesc { dtype, layout: Layout::with_order(&windows, &order)? };
     let has_windows = has("windows");
     let links = has("tree").then_some(index(&[sequences, x[2].min(TREE)])?);
-    Ok(spec
+    let spec = spec
         .with_query_start_loc(packed.then_some(index(&[sequences + 1])?))
         .with_conv_state_indices(table)
         .with_has_initial_state(has("flags").then_some(flags))
@@ -393,5 +419,6 @@ fn spec(
         .with_intermediate_indices(has_windows.then_some(each))
         .with_next_token(links)
         .with_next_sibling(links)
-        .with_parent_token(links))
+        .with_parent_token(links);
+    if has("split") { spec.with_split(&thirds(d)) } else { Ok(spec) }
 }

@@ -86,7 +86,7 @@ fn boundaries_are_checked() {
             )
         };
         let y = TensorMut::new(&mut y, &[1, 3, 5]).unwrap();
-        plan.run(&args, CausalConv1dOutputs { y, final_states: None }, &mut workspace)
+        plan.run(&args, CausalConv1dOutputs::new(y), &mut workspace)
     };
     for (bad, position) in [
         (&[1, 5][..], 0),
@@ -136,10 +136,8 @@ fn views_are_checked_and_nothing_is_written() {
     let args = sample.inputs.args();
     let (y, last) = (&mut sample.y, sample.final_states.as_mut().unwrap());
     let mut run = |args: &CausalConv1dArgs<'_>, y: &mut Held, last: Option<&mut Held>| {
-        let outputs = CausalConv1dOutputs {
-            y: y.as_mut().unwrap(),
-            final_states: last.map(|last| last.as_mut().unwrap()),
-        };
+        let outputs = CausalConv1dOutputs::new(y.as_mut().unwrap())
+            .with_final_states(last.map(|last| last.as_mut().unwrap()));
         plan.run(args, outputs, &mut workspace)
     };
     let other = |dtype, shape: &[usize]| Held::new(desc(dtype, shape), &[]).unwrap();
@@ -161,7 +159,7 @@ fn views_are_checked_and_nothing_is_written() {
 
     let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes() - 1).unwrap();
     let outputs =
-        CausalConv1dOutputs { y: y.as_mut().unwrap(), final_states: Some(last.as_mut().unwrap()) };
+        CausalConv1dOutputs::new(y.as_mut().unwrap()).with_final_states(last.as_mut().unwrap());
     message(plan.run(&args, outputs, &mut workspace), "workspace");
     assert_eq!(y.as_ref().to_f64_vec().unwrap(), before);
 }
@@ -183,7 +181,7 @@ fn aliasing_is_refused() {
             );
             let last = TensorMut::from_raw(at(last), desc(F32, &[1, 2, 1]), Device::Cpu).unwrap();
             let y = TensorMut::from_raw(at(y), spec.y, Device::Cpu).unwrap();
-            plan.run(&args, CausalConv1dOutputs { y, final_states: Some(last) }, &mut workspace)
+            plan.run(&args, CausalConv1dOutputs::new(y).with_final_states(last), &mut workspace)
         }
     };
     run(0, 8, 12, 18).unwrap_err();

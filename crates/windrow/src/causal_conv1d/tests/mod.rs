@@ -2,8 +2,9 @@
 
 mod errors;
 mod extremes;
+mod split;
 
-use super::sample::{Held, Sample, UpdateSample};
+use super::sample::{Held, Sample, UpdateSample, outputs};
 use super::verify::{self, run, run_update};
 use super::*;
 use crate::cpu::Isa;
@@ -184,10 +185,7 @@ proptest! {
         let plan = CausalConv1dPlan::new(&spec, &options(1)).unwrap();
         let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
         let mut conv_state = Held::new(states, &args.initial_states.unwrap().to_f64_vec().unwrap()).unwrap();
-        let outputs = CausalConv1dOutputs {
-            y: sample.y.as_mut().unwrap(),
-            final_states: sample.final_states.as_mut().map(|s| s.as_mut().unwrap()),
-        };
+        let outputs = outputs(&mut sample.y, &mut sample.further, &mut sample.final_states).unwrap();
         plan.run(&args, outputs, &mut workspace).unwrap();
 
         let mut y = Held::new(spec.y, &[]).unwrap();
@@ -279,10 +277,8 @@ fn wrong_elements_are_found() {
         let reference = plan.reference(&args).unwrap();
         let mut check = |spoil: fn(&mut Sample) -> &mut Held, what: &str| {
             spoil_last(spoil(&mut sample));
-            let outputs = CausalConv1dOutputs {
-                y: sample.y.as_mut().unwrap(),
-                final_states: sample.final_states.as_mut().map(|s| s.as_mut().unwrap()),
-            };
+            let outputs =
+                outputs(&mut sample.y, &mut sample.further, &mut sample.final_states).unwrap();
             let (dy, dfinal) =
                 (sample.dy.as_ref(), sample.dfinal_states.as_ref().map(Held::as_ref));
             let grads = sample.gradients.views().unwrap();
@@ -358,7 +354,7 @@ fn tensors_without_elements_take_no_memory_and_no_time() {
                 cu_seqlens: None,
                 initial_states: None,
             };
-            let outputs = CausalConv1dOutputs { y: y.as_mut(), final_states: None };
+            let outputs = CausalConv1dOutputs::new(y.as_mut());
             plan.run(&args, outputs, &mut workspace).unwrap();
             for (i, y) in y.to_vec::<f32>().unwrap().into_iter().enumerate() {
                 assert_eq!(y, [1.0, 2.0, 3.0, 4.0, 5.0][i / 3 % 5]);

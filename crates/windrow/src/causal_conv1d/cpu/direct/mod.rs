@@ -8,9 +8,10 @@
 pub(crate) mod gradients;
 
 use super::shared::kernel::{Sum, TOKENS, along_channels, along_tokens};
-use super::shared::{GROUP, Inputs, Operand, Parameters, Tile};
-use crate::causal_conv1d::Problem;
+use super::shared::{GROUP, Inputs, Operand, Outputs, Parameters, Tile};
 use crate::causal_conv1d::sequences::Run;
+use crate::causal_conv1d::split::Split;
+use crate::causal_conv1d::{CausalConv1dSpec, Problem};
 use crate::cpu::{
     Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for_workers,
 };
@@ -33,6 +34,7 @@ enum Direction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Forward {
     problem: Problem,
+    split: Split,
     activation: Activation,
     direction: Direction,
     /// True to write y around the cache, because x and y do not fit in it.
@@ -46,20 +48,23 @@ pub(crate) struct Forward {
 }
 
 impl Forward {
-    /// The division for `x` and `y` with these strides of [b, d, l] and `element` bytes per element. `task` has the
-    /// channels and tokens of a parallel task; the cost model chooses those that are `None`.
+    /// The division for a spec. `task` has the channels and tokens of a parallel task; the cost model chooses those that
+    /// are `None`.
     pub(crate) fn new(
+        spec: &CausalConv1dSpec,
         problem: Problem,
-        activation: Activation,
-        (x, y): (&[isize], &[isize]),
-        element: usize,
         threads: usize,
         task: [Option<usize>; 2],
     ) -> Result<Self> {
         let Problem { b, d, l, .. } = problem;
-        let direction = if x[2] == 1 && y[2] == 1 && l >= GROUP {
+        let (activation, element) = (spec.activation, spec.x.dtype.size());
+        let split = Split::of(spec.outputs());
+        // True if elements of this dimension are neighbours in all tensors.
+        let neighbours =
+            |i: usize| spec.x.strides()[i] == 1 && spec.outputs().all(|y| y.strides()[i] == 1);
+        let direction = if neighbours(2) && l >= GROUP {
             Direction::Tokens
-        } else if x[1] == 1 && y[1] == 1 && d >= GROUP {
+        } else if neighbours(1) && d >= GROUP {
             Direction::Channels
         } else {
             Direction::Staged
@@ -80,7 +85,7 @@ impl Forward {
         let channels =
             task[0].map_or(channels, |most| most.min(d).next_multiple_of(GROUP).max(GROUP));
         let tokens = task[1].map_or(tokens, |most| most.clamp(1, l.max(1)));
-        let tasks = b * d.div_ceil(channels) * l.div_ceil(tokens);
+        let tasks = b * split.blocks(channels) * l.div_ceil(tokens);
         let threads = if total <= 8192 { 1 } else { threads.min(tasks) };
         let scratch = (|| {
             let staged = Parameters::staged_len(problem.width, channels)?.checked_mul(4)?;
@@ -95,7 +100,17 @@ impl Forward {
         let scratch = scratch.ok_or_else(overflow)?.next_multiple_of(64);
         scratch.checked_mul(threads).ok_or_else(overflow)?;
         let stream = 2 * total * element > last_level_cache();
-        Ok(Forward { problem, activation, direction, stream, threads, channels, tokens, scratch })
+        Ok(Forward {
+            problem,
+            split,
+            activation,
+            direction,
+            stream,
+            threads,
+            channels,
+            tokens,
+            scratch,
+        })
     }
 
     pub(crate) fn workspace_bytes(&self) -> usize {
@@ -118,23 +133,23 @@ impl Forward {
         format!("{direction}, {channels} channels x {tokens} tokens a task, {threads} threads")
     }
 
-    /// Computes all of `y`.
+    /// Computes all outputs.
     ///
     /// # Safety
-    /// Operands must have the problem's sizes and the strides given to [`Forward::new`]. Nothing else may access the
-    /// memory of `y`. `scratch` must hold [`Forward::workspace_bytes`] bytes, aligned to 64.
+    /// Operands must have the sizes and strides of the spec given to [`Forward::new`]. Nothing else may access the
+    /// memory of the outputs. `scratch` must hold [`Forward::workspace_bytes`] bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,
         isa: Isa,
         inputs: &Inputs<'_, T>,
-        y: Operand<T>,
+        outputs: &Outputs<T>,
         scratch: *mut u8,
     ) {
-        let Problem { b, d, l, .. } = self.problem;
+        let Problem { b, l, .. } = self.problem;
         if self.problem.is_empty() {
             return;
         }
-        let [blocks, chunks] = [d.div_ceil(self.channels), l.div_ceil(self.tokens)];
+        let [blocks, chunks] = [self.split.blocks(self.channels), l.div_ceil(self.tokens)];
         let scratch = SendPtr(scratch);
         parallel_for_workers(self.threads, b * blocks * chunks, |worker, task| {
             // Neighbouring tasks are neighbours in memory.
@@ -144,15 +159,16 @@ impl Forward {
                 }
                 _ => (task / chunks / blocks, task / chunks % blocks, task % chunks),
             };
-            let [channel, token] = [block * self.channels, chunk * self.tokens];
+            let (output, channels) = self.split.block(self.channels, block);
+            let token = chunk * self.tokens;
             dispatch(
                 isa,
                 Task {
                     plan: self,
                     inputs,
-                    y,
+                    y: *outputs.get(output),
                     b,
-                    channels: channel..(channel + self.channels).min(d),
+                    channels,
                     tokens: token..(token + self.tokens).min(l),
                     scratch: scratch.get().wrapping_add(worker * self.scratch),
                 },

@@ -5,7 +5,7 @@ pub(crate) mod gradients;
 
 use super::shared::epilogue::epilogue;
 use super::shared::operand::{gather, gather_as};
-use super::shared::{Inputs, Operand, Parameters, Tokens};
+use super::shared::{Inputs, Outputs, Parameters, Tokens};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::{Run, Source};
 use crate::cpu::gemm::{Gemm, Matrix};
@@ -79,15 +79,15 @@ impl Im2colGemm {
         )
     }
 
-    /// Computes all of `y`.
+    /// Computes all outputs.
     ///
     /// # Safety
-    /// Operands have the problem's sizes. Nothing else accesses `y`. `scratch` holds [`Im2colGemm::workspace_bytes`]
+    /// Operands have the problem's sizes. Nothing else accesses the outputs. `scratch` holds [`Im2colGemm::workspace_bytes`]
     /// bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,
         inputs: &Inputs<'_, T>,
-        y: Operand<T>,
+        outputs: &Outputs<T>,
         scratch: *mut u8,
     ) {
         let Inputs { tokens, parameters } = inputs;
@@ -120,7 +120,7 @@ impl Im2colGemm {
                         let plan = self;
                         dispatch(
                             self.isa,
-                            Epilogue { plan, tokens, b, first, rows, product, bias, y },
+                            Epilogue { plan, tokens, b, first, rows, product, bias, outputs },
                         );
                     });
                 }
@@ -305,7 +305,7 @@ struct Epilogue<'a, T> {
     rows: Range<usize>,
     product: *mut f32,
     bias: *const f32,
-    y: Operand<T>,
+    outputs: &'a Outputs<T>,
 }
 
 impl<T: SimdElement> Kernel for Epilogue<'_, T> {
@@ -320,13 +320,15 @@ impl<T: SimdElement> Kernel for Epilogue<'_, T> {
             // SAFETY: the row has d_out elements, as have the bias and the token of y.
             unsafe {
                 let product = self.product.add(row * d_out);
-                for c in (0..d_out).step_by(S::LANES) {
-                    let n = S::LANES.min(d_out - c);
-                    let sum = s.load_first(product.add(c), n);
-                    let sum = s.add(sum, s.load_first(self.bias.add(c), n));
-                    let y = epilogue::<S, T>(s, self.plan.activation, sum);
-                    let y = if padding { s.zero() } else { y };
-                    store_channels(s, (self.y.at(self.b, 0, t), self.y.strides[1]), c, y, n);
+                for (to, channels) in self.outputs.iter() {
+                    for c in channels.clone().step_by(S::LANES) {
+                        let n = S::LANES.min(channels.end - c);
+                        let sum = s.load_first(product.add(c), n);
+                        let sum = s.add(sum, s.load_first(self.bias.add(c), n));
+                        let y = epilogue::<S, T>(s, self.plan.activation, sum);
+                        let y = if padding { s.zero() } else { y };
+                        store_channels(s, (to.at(self.b, 0, t), to.strides[1]), c, y, n);
+                    }
                 }
             }
         }

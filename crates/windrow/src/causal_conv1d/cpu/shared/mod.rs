@@ -4,9 +4,11 @@
 pub(crate) mod epilogue;
 pub(crate) mod kernel;
 pub(crate) mod operand;
+mod outputs;
 mod tile;
 
 pub(crate) use operand::{Operand, Parameters};
+pub(crate) use outputs::Outputs;
 pub(crate) use tile::{Tile, Tokens};
 
 use crate::dtype::with_element;

@@ -29,6 +29,13 @@ impl<T: SimdElement> Operand<T> {
         Operand { ptr: SendPtr(view.as_mut_ptr().cast()), strides }
     }
 
+    /// The same memory, whose first channel has this number.
+    pub(crate) fn with_first_channel(mut self, first: usize) -> Self {
+        let before = (first as isize).wrapping_mul(self.strides[1]);
+        self.ptr = SendPtr(self.ptr.get().wrapping_offset(before.wrapping_neg()));
+        self
+    }
+
     /// Address of an element; within the tensor if the indices are.
     #[inline(always)]
     pub(crate) fn at(&self, row: usize, channel: usize, token: usize) -> *mut T {

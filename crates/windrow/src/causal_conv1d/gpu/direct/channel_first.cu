@@ -14,7 +14,8 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
     i64 d = (i64)blockIdx.y * blockDim.y + threadIdx.y, b = blockIdx.z;
     if (d >= p.channels) return;
     const S *x = p.x + b * p.x_stride[0] + d * p.x_stride[1];
-    S *y = p.y + b * p.y_stride[0] + d * p.y_stride[1];
+    Output output = output_of(p, d);
+    S *y = output.y + b * output.stride[0] + d * output.stride[1];
     // Vectors start where y is aligned; the first one of a misaligned row is cut short.
     int lead = (int)((unsigned long long)y / sizeof(S) % VECTOR);
     bool aligned = is_aligned<VECTOR>(x - lead);

@@ -103,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
     i64 d = (i64)blockIdx.y * blockDim.y + threadIdx.y, b = blockIdx.z;
     if (d >= p.channels) return;
     int length = (int)p.length;
-    S *y = p.y + b * p.y_stride[0] + d * p.y_stride[1];
+    Output output = output_of(p, d);
+    S *y = output.y + b * output.stride[0] + d * output.stride[1];
     // Vectors start where y is aligned; the first one of a misaligned row is cut short.
     int lead = (int)((unsigned long long)y / sizeof(S) % VECTOR);
     int start = (blockIdx.x * across + threadIdx.x / 32) * (int)p.chunk - lead;

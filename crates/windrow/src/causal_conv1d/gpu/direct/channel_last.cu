@@ -47,12 +47,13 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Param
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) walk.bias[i] = bias_at(p, d + i);
     weights_at(p, d, walk.weight);
+    Output output = output_of(p, d);
     int chunk = (int)p.chunk, length = (int)p.length;
     for (i64 b = blockIdx.z; b < p.batch; b += gridDim.z) {
         int t = blockIdx.y * chunk;
         int end = t + chunk < length ? t + chunk : length;
         const S *x = p.x + b * p.x_stride[0] + d + t * p.x_stride[2];
-        S *y = p.y + b * p.y_stride[0] + d + t * p.y_stride[2];
+        S *y = output.y + b * output.stride[0] + d + t * output.stride[2];
         const unsigned short *mask = p.mask + b * p.length;
 
 #pragma unroll
@@ -75,14 +76,14 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Param
                 if (t + STEPS + s < end) ahead[s].template load<VECTOR>(x);
                 x += p.x_stride[2];
                 walk.step(in, MASK ? mask[t + s] : 0).template store<VECTOR>(y);
-                y += p.y_stride[2];
+                y += output.stride[2];
             }
         }
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             if (t + s < end) {
                 walk.step(ahead[s], MASK ? mask[t + s] : 0).template store<VECTOR>(y);
-                y += p.y_stride[2];
+                y += output.stride[2];
             }
         }
     }

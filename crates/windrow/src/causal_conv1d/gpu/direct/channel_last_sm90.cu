@@ -84,6 +84,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
     copy_out_fence();
     __syncthreads();
     if (!carries) return;
+#if OUTPUTS > 1
+    static_assert(GROUPS == 1, "a piece is a row");
+    for_each_part(p, first, first + columns, [&](const Output &output, i64 low, i64 high) {
+        y = output.y + b * output.stride[0] + low + (begin + thread) * output.stride[2];
+        copy_out(y, piece + (unsigned)((low - first) * sizeof(S)), (unsigned)((high - low) * sizeof(S)));
+    });
+#else
     copy_out(y + thread * PIECE * p.y_stride[2], piece, bytes);
+#endif
     copy_out_wait();
 }

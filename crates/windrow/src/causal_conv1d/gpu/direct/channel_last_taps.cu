@@ -55,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
     __shared__ __align__(16) float weights[TAPS][PITCH];
     int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, length = (int)p.length;
     i64 first = (i64)blockIdx.x * COLUMNS, d = first + lane * VECTOR, b = blockIdx.z;
-    i64 x_stride = p.x_stride[2], y_stride = p.y_stride[2];
+    Output output = output_of(p, d);
+    i64 x_stride = p.x_stride[2], y_stride = output.stride[2];
     const S *row = p.x + b * p.x_stride[0] + d;
     bool active = d < p.channels;
     int start = (blockIdx.y * GROUPS + group) * ROWS;
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
             inputs(x, x_stride, t, length, rest);
             taps.add(weight, rest);
         }
-        S *y = p.y + b * p.y_stride[0] + d + start * y_stride;
+        S *y = output.y + b * output.stride[0] + d + start * y_stride;
         int end = length - start;
         start += gridDim.y * GROUPS * ROWS;
         inputs(row + (start - HALO) * x_stride, x_stride, start - HALO, length, oldest);

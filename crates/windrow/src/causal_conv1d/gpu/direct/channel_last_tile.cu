@@ -25,7 +25,8 @@ extern "C" __global__ void BOUNDS KERNEL(const Params p) {
     if (d >= p.channels) return;
     int length = (int)p.length, first = (blockIdx.y * 4 + threadIdx.x / 32) * ROWS;
     const S *x = p.x + b * p.x_stride[0] + d + (first - HALO) * p.x_stride[2];
-    S *y = p.y + b * p.y_stride[0] + d + first * p.y_stride[2];
+    Output output = output_of(p, d);
+    S *y = output.y + b * output.stride[0] + d + first * output.stride[2];
     Vector in[ROWS + HALO];
 #pragma unroll
     for (int r = 0; r < ROWS + HALO; r++) {
@@ -55,6 +56,6 @@ extern "C" __global__ void BOUNDS KERNEL(const Params p) {
         }
         Vector v;
         v.pack(out);
-        v.template store<VECTOR>(y + r * p.y_stride[2]);
+        v.template store<VECTOR>(y + r * output.stride[2]);
     }
 }

@@ -1,6 +1,7 @@
 //! The kernel that computes the outputs, and its launch.
 
 use super::taps::Taps;
+use crate::TensorDesc;
 use crate::causal_conv1d::gpu::shared::{
     GRID, Params, SMALL, THREADS, is_simple, kernel_spec, source,
 };
@@ -45,10 +46,12 @@ impl Form {
         has: impl Fn(Feature) -> bool,
     ) -> Self {
         let Problem { b, d, l, width, .. } = *problem;
-        let (x, y) = (spec.x.strides(), spec.y.strides());
+        let x = spec.x.strides();
+        // True if elements of this dimension are neighbours in all tensors.
+        let neighbours = |i: usize| x[i] == 1 && spec.outputs().all(|y| y.strides()[i] == 1);
         let vector = 16 / spec.x.dtype.size();
         let plain = |taps: Option<Taps>| taps.map_or(Form::Plain, Form::Taps);
-        if x[2] == 1 && y[2] == 1 && l < 1 << 30 {
+        if neighbours(2) && l < 1 << 30 {
             if !(2..=vector + 1).contains(&width) || b > GRID || d > GRID {
                 return plain(Taps::first(spec, problem, has));
             }
@@ -64,12 +67,20 @@ impl Form {
             let across = if steps == 4 { 1 } else { segments.next_power_of_two().clamp(1, 4) };
             return Form::ChannelFirst { steps, across };
         }
-        if x[1] == 1 && y[1] == 1 && l < 1 << 30 {
+        if neighbours(1) && l < 1 << 30 {
             // Measured on an H200: large tensors of f16 or bf16, whose arithmetic weighs more, gain from walking, or
             // more from shared memory; others from many short threads.
             let half = spec.x.dtype.is_half();
             let large = spec.x.bytes() > 16 << 20;
-            let fits = |n: isize| [d as isize, x[0], x[2], y[0], y[2]].iter().all(|s| s % n == 0);
+            let of_x = [d as isize, x[0], x[2]];
+            let fits = |n: isize| {
+                let of_output = |y: &TensorDesc| {
+                    [y.shape()[1] as isize, y.strides()[0], y.strides()[2]]
+                        .iter()
+                        .all(|s| s % n == 0)
+                };
+                of_x.iter().all(|s| s % n == 0) && spec.outputs().all(of_output)
+            };
             let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
             if has(Feature::BulkCopies)
                 && half
@@ -77,7 +88,8 @@ impl Form {
                 && !packed
                 && fits(8)
                 && b <= GRID
-                && let Some(form) = Form::shared(problem, x[2] == d as isize && y[2] == d as isize)
+                && let Some(form) =
+                    Form::shared(problem, x[2] == d as isize && spec.y.strides()[2] == d as isize)
             {
                 return form;
             }
@@ -125,6 +137,7 @@ impl Form {
         let width = spec.weight.shape()[1];
         let blocks = if width == 5 { 7 } else { 8 };
         let simple = mask == 0 && is_simple(spec.activation) && width <= 4;
+        let (is_half, is_split) = (spec.x.dtype.is_half(), spec.y2.is_some());
         match self {
             Form::ChannelFirst { steps, .. } => Some(
                 kernel_spec(&CHANNEL_FIRST, "channel_first", spec)
@@ -136,7 +149,7 @@ impl Form {
                     .define("STEPS", AHEAD)
                     .define("VECTOR", vector)
                     // More blocks of a multiprocessor hide more, where registers suffice.
-                    .define("MIN_BLOCKS", if simple { 5 } else { 1 })
+                    .define("MIN_BLOCKS", if simple && (is_half || !is_split) { 5 } else { 1 })
                     .define("MASK", mask),
             ),
             Form::ChannelLastTile { vector, rows } => Some(
@@ -180,7 +193,7 @@ impl Form {
             }
             Form::ChannelLast { vector, chunk } => {
                 params.chunk = chunk;
-                let aligned = (params.x | params.y).is_multiple_of(vector * element);
+                let aligned = params.are_aligned(vector * element);
                 let threads = channels.div_ceil(vector);
                 aligned.then(|| Launch {
                     grid: [
@@ -192,7 +205,7 @@ impl Form {
                 })
             }
             Form::ChannelLastTile { vector, rows } => {
-                let aligned = (params.x | params.y).is_multiple_of(vector * element);
+                let aligned = params.are_aligned(vector * element);
                 aligned.then(|| Launch {
                     grid: [
                         channels.div_ceil(32 * vector) as u32,
@@ -203,7 +216,7 @@ impl Form {
                 })
             }
             Form::ChannelLastShared { vector, rows, lanes } => {
-                (params.x | params.y).is_multiple_of(16).then(|| Launch {
+                params.are_aligned(16).then(|| Launch {
                     grid: [
                         channels.div_ceil(lanes * vector) as u32,
                         length.div_ceil(THREADS / lanes * rows) as u32,

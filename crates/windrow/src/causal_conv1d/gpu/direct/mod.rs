@@ -5,9 +5,7 @@ mod gradients;
 mod taps;
 
 use self::form::Form;
-use super::shared::{
-    MASK, Params, kernel_spec, output_address, plain_launch, rows_launch, source, states_kernel,
-};
+use super::shared::{MASK, Params, kernel_spec, plain_launch, rows_launch, source, states_kernel};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Kernels};
 use crate::{Device, Result, Workspace};
@@ -86,10 +84,8 @@ impl Direct {
     ) -> Result<()> {
         let (stream, scratch) = workspace.take_on(self.gpu, self.mask_bytes())?;
         let mut params = Params {
-            y: output_address(Some(&outputs.y)),
-            final_states: output_address(outputs.final_states.as_ref()),
             mask: scratch as usize,
-            ..self.params.with_inputs(self.gpu, args)?
+            ..self.params.with_inputs(self.gpu, args)?.with_outputs(outputs)
         };
         let Params { batch, channels, length, sequences, .. } = params;
         // SAFETY: `Params` is the kernels' structure (they compare its size); views are valid on this
@@ -128,6 +124,49 @@ mod tests {
         let x = TensorDesc { dtype, layout: Layout::with_order(&shape, &order).unwrap() };
         let weight = TensorDesc::contiguous(dtype, &[shape[1], width]).unwrap();
         CausalConv1dSpec::new(x, weight).unwrap()
+    }
+
+    #[test]
+    fn kernels_of_split_outputs_compile_without_spills() {
+        let mut kernels = Vec::new();
+        for dtype in TYPES {
+            for (shape, order, width) in [
+                ([8, 4096, 2048], [0, 1, 2], 4),
+                ([8, 4096, 2048], [0, 1, 2], 24),
+                ([1, 64, 2048], [0, 2, 1], 4),
+                ([8, 4096, 2048], [0, 2, 1], 4),
+                ([8, 4096, 2048], [0, 2, 1], 24),
+            ] {
+                let spec = spec(dtype, shape, width, order).with_activation(Activation::Silu);
+                let states = TensorDesc::contiguous(dtype, &[shape[0], shape[1], width - 1]);
+                let spec = spec.with_initial_states(states.unwrap());
+                let rest = shape[1] - 16;
+                for channels in [&[16, rest][..], &[8, 8, rest]] {
+                    let split = spec.clone().with_split(channels).unwrap();
+                    for bulk in [false, true] {
+                        let form = Form::of(&split, &split.problem().unwrap(), |_| bulk);
+                        assert_eq!(form, Form::of(&spec, &spec.problem().unwrap(), |_| bulk));
+                        kernels.extend(form.kernel(&split));
+                        kernels.extend(states_kernel(&split, form != Form::Plain));
+                    }
+                    kernels.push(kernel_spec(&PLAIN, "plain", &split));
+                }
+            }
+        }
+        crate::gpu::compile_tests::check_compiles_in_turn(&kernels);
+    }
+
+    #[test]
+    fn a_split_between_vectors_takes_narrower_ones() {
+        let form = |channels: &[usize]| {
+            let spec = spec(DType::BF16, [2, 4096, 2048], 4, [0, 2, 1]);
+            let spec = spec.with_split(channels).unwrap();
+            Form::of(&spec, &spec.problem().unwrap(), |_| true)
+        };
+        assert_eq!(form(&[8, 4088]), Form::ChannelLastShared { vector: 4, rows: 16, lanes: 128 });
+        for (channels, vector) in [(&[4, 4092], 4), (&[2, 4094], 2), (&[1, 4095], 1)] {
+            assert_eq!(form(channels), Form::ChannelLast { vector, chunk: 32 });
+        }
     }
 
     #[test]

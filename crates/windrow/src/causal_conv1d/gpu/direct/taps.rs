@@ -89,7 +89,7 @@ impl Taps {
         let Params { batch, channels, length, .. } = *params;
         match self {
             Taps::Last { vector, rows, lanes } => {
-                let aligned = (params.x | params.y).is_multiple_of(vector * element);
+                let aligned = params.are_aligned(vector * element);
                 let columns = channels.div_ceil(lanes * vector);
                 let steps = length.div_ceil(THREADS / lanes * rows);
                 let blocks = steps.min((BLOCKS / (columns * batch)).max(1));

@@ -25,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) KERNEL(const GemmParams g) 
             int at = ALONG_CHANNELS ? i : lane, output = ALONG_CHANNELS ? lane : i;
             i64 t = t0 + at, o = o0 + output;
             if (o >= g.outputs || t >= p.length) continue;
-            p.y[b * p.y_stride[0] + o * p.y_stride[1] + t * p.y_stride[2]] =
-                T::from_float(tile[at][output]);
+            Output out = output_of(p, o);
+            out.y[b * out.stride[0] + o * out.stride[1] + t * out.stride[2]] = T::from_float(tile[at][output]);
         }
         __syncthreads();
     }

@@ -2,7 +2,7 @@
 
 pub(crate) mod gradients;
 
-use super::shared::{GRID, Params, output_address, rows_launch, source, states_kernel, strides};
+use super::shared::{GRID, Params, rows_launch, source, states_kernel, strides};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
 use crate::gpu::{
     Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, Kernel, KernelSpec, Launch, Matrix, Source,
@@ -187,8 +187,7 @@ impl Im2colGemm {
     ) -> Result<()> {
         let (stream, scratch) = workspace.take_on(self.gpu, self.workspace_bytes())?;
         let mut params = self.product(args, scratch, stream)?;
-        params.base.y = output_address(Some(&outputs.y));
-        params.base.final_states = output_address(outputs.final_states.as_ref());
+        params.base = params.base.with_outputs(outputs);
         let Params { channels, sequences, .. } = params.base;
         // SAFETY: `GemmParams` is the kernels' structure (they compare its size), as is its first
         // part that of the states' kernel; views are valid on this device for the strides in it.
@@ -305,6 +304,8 @@ mod tests {
                     if shape.len() == 3 {
                         all.extend(gradients::all_kernels(&spec));
                     }
+                    let split = spec.clone().with_split(&[1, shape[0] - 1]).unwrap();
+                    all.extend(kernels(&split, operand_type(&split)));
                     let seq_idx = TensorDesc::contiguous(DType::I32, &[2, 100]).unwrap();
                     let spec = spec.with_seq_idx(seq_idx).with_activation(Activation::Silu);
                     all.extend(kernels(&spec, operand_type(&spec)));

@@ -28,6 +28,9 @@ struct Params {
     i64 dy_stride[3], dfinal_stride[3], dx_stride[3], dinitial_stride[3];
     // Positions that a thread or warp walks along; and the partial sums of a row.
     i64 chunk, chunks;
+    // The outputs behind y: see `output_of`.
+    S *further_y[2];
+    i64 further_stride[2][3], further_first[2];
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -158,7 +161,8 @@ __device__ __forceinline__ float gradient_before_activation(const Params &p, con
 __device__ __forceinline__ void plain_output(const Params &p, const Sequence &s, i64 d, i64 t) {
     int own = own_number(p, s, t);
     float y = own < 0 ? 0.0f : finish(before_activation(p, s, d, t, own));
-    p.y[s.row * p.y_stride[0] + d * p.y_stride[1] + t * p.y_stride[2]] = T::from_float(y);
+    Output out = output_of(p, d);
+    out.y[s.row * out.stride[0] + d * out.stride[1] + t * out.stride[2]] = T::from_float(y);
 }
 
 // Every output of a grid of blocks: along x the inner dimension, along y the outer one, along z the rows. Calls f(row,

@@ -1,10 +1,14 @@
 //! The code that kernels of causal convolution share: headers, parameters, constants, launches.
 
 mod indices;
+mod outputs;
 
 pub(crate) use indices::broken_rule;
+pub(crate) use outputs::{Further, define_outputs, further_addresses};
 
-use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, Problem};
+use crate::causal_conv1d::{
+    CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, Problem,
+};
 use crate::gpu::{Gpu, KernelSpec, Launch, Source, params, type_name};
 use crate::{Activation, DType, Result, TensorDesc, TensorMut, TensorRef};
 
@@ -87,6 +91,9 @@ params! {
         pub(crate) dinitial_stride: [isize; 3],
         pub(crate) chunk: usize,
         pub(crate) chunks: usize,
+        pub(crate) further_y: [usize; 2],
+        pub(crate) further_stride: [[isize; 3]; 2],
+        pub(crate) further_first: [usize; 2],
     }
 }
 
@@ -106,6 +113,7 @@ impl Params {
     /// Sizes and strides of a spec.
     pub(crate) fn of(spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
         let states_shape = spec.states_shape()?;
+        let further = Further::of(spec.outputs());
         Ok(Params {
             batch: problem.b,
             channels: problem.d,
@@ -120,6 +128,8 @@ impl Params {
             cu_stride: strides::<1>(spec.cu_seqlens.as_ref())[0],
             initial_stride: strides(spec.initial_states.as_ref()),
             final_stride: strides(spec.final_states.as_ref()),
+            further_stride: further.strides,
+            further_first: further.first,
             ..Params::default()
         })
     }
@@ -143,6 +153,24 @@ impl Params {
             wrong: if args.cu_seqlens.is_some() { gpu.wrong_index(broken_rule)? } else { 0 },
             ..*self
         })
+    }
+
+    /// The parameters with the addresses of outputs.
+    pub(crate) fn with_outputs(&self, outputs: &CausalConv1dOutputs<'_>) -> Self {
+        let CausalConv1dOutputs { y, y2, y3, final_states } = outputs;
+        let further = [y2.as_ref(), y3.as_ref()];
+        Params {
+            y: output_address(Some(y)),
+            further_y: further_addresses(further, &self.further_stride, &self.further_first),
+            final_states: output_address(final_states.as_ref()),
+            ..*self
+        }
+    }
+
+    /// True if x and each output of y begin at multiples of this number of bytes.
+    pub(crate) fn are_aligned(&self, bytes: usize) -> bool {
+        let [y2, y3] = self.further_y;
+        (self.x | self.y | y2 | y3).is_multiple_of(bytes)
     }
 
     /// The parameters with the addresses and strides of the outputs' gradients, and of those of inputs.
@@ -215,6 +243,7 @@ pub(crate) fn kernel_spec(
     .define("ALONG_CHANNELS", u8::from(along_channels(spec.y.strides())))
     .params::<Params>()
     .overlapped(spec.x.bytes() <= SMALL);
+    let kernel = define_outputs(kernel, spec.outputs().count());
     match &spec.cu_seqlens {
         Some(desc) => kernel.define("INDEX", index_name(desc)),
         None => kernel,
@@ -239,10 +268,14 @@ pub(crate) fn states_kernel(spec: &CausalConv1dSpec, reads: bool) -> Option<Kern
 impl Params {
     /// Positions that the first vector of a row may begin before it, where rows of y do not all begin at a vector.
     pub(crate) fn lead(&self, element: usize) -> usize {
-        let [b_stride, d_stride, _] = self.y_stride;
         let in_bytes = |elements: isize| elements * element as isize;
-        let begins = [self.y as isize, in_bytes(b_stride), in_bytes(d_stride)];
-        if begins.into_iter().any(|bytes| bytes % 16 != 0) { 16 / element - 1 } else { 0 }
+        let is_misaligned = |y: usize, [b_stride, d_stride, _]: [isize; 3]| {
+            let begins = [y as isize, in_bytes(b_stride), in_bytes(d_stride)];
+            begins.into_iter().any(|bytes| bytes % 16 != 0)
+        };
+        let further = self.further_y.into_iter().zip(self.further_stride);
+        let mut outputs = further.chain([(self.y, self.y_stride)]);
+        if outputs.any(|(y, stride)| is_misaligned(y, stride)) { 16 / element - 1 } else { 0 }
     }
 }
 

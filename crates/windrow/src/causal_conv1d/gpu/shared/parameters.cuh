@@ -5,11 +5,59 @@
 // BIAS     element type of bias, if there is one
 // WIDTH    number of taps; 0 takes it from the parameters
 // ACT      activation, an enumerator of `Activation`
+// OUTPUTS  number of outputs, each of which has some of the channels
 #pragma once
 #include "activation.cuh"
 #include "windrow.cuh"
 
+#ifndef OUTPUTS
+#define OUTPUTS 1
+#endif
+
 typedef T::Storage S;
+
+// An output and its strides of [b, d, l]. `y` is where its channel 0 would lie if it had the channels before its own.
+struct Output {
+#if OUTPUTS > 1
+    S *y;
+    i64 stride[3];
+#else
+    // Read where they are used, as parameters are.
+    S *const &y;
+    const i64 (&stride)[3];
+#endif
+};
+
+// The output that has channel d. `P` has y and y_stride, and of the further outputs further_y, further_stride and
+// further_first, their first channels.
+template <class P> __device__ __forceinline__ Output output_of(const P &p, i64 d) {
+#if OUTPUTS > 1
+    Output out = {p.y, {p.y_stride[0], p.y_stride[1], p.y_stride[2]}};
+#pragma unroll
+    for (int i = 0; i < OUTPUTS - 1; i++) {
+        bool is_later = d >= p.further_first[i];
+        out.y = is_later ? p.further_y[i] : out.y;
+#pragma unroll
+        for (int j = 0; j < 3; j++) out.stride[j] = is_later ? p.further_stride[i][j] : out.stride[j];
+    }
+    return out;
+#else
+    return {p.y, p.y_stride};
+#endif
+}
+
+#if OUTPUTS > 1
+// Calls f(output, first, last) for each output that has some of the channels begin .. end: first .. last.
+template <class P, class F>
+__device__ __forceinline__ void for_each_part(const P &p, i64 begin, i64 end, F f) {
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; i++) {
+        i64 first = i > 0 ? p.further_first[i - 1] : 0, last = i + 1 < OUTPUTS ? p.further_first[i] : p.channels;
+        first = first < begin ? begin : first, last = last < end ? last : end;
+        if (first < last) f(output_of(p, first), first, last);
+    }
+}
+#endif
 
 // The first wrong index since the host last looked, in its memory: `Record` of gpu/wrong_index.rs.
 struct WrongIndex {

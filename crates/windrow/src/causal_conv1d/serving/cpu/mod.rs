@@ -6,13 +6,15 @@
 mod block;
 mod tree;
 
+use super::CausalConv1dServingSpec;
 use super::entries::{Entry, Lookup, States};
 use super::spec::Sizes;
 use crate::causal_conv1d::cpu::shared::kernel::{
     Step, Sum, TOKENS, along_channels, along_tokens, next_token,
 };
 use crate::causal_conv1d::cpu::shared::operand::Staged;
-use crate::causal_conv1d::cpu::shared::{GROUP, Operand, Parameters};
+use crate::causal_conv1d::cpu::shared::{GROUP, Operand, Outputs, Parameters};
+use crate::causal_conv1d::split::Split;
 use crate::cpu::{
     Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for_workers,
 };
@@ -35,6 +37,7 @@ const FEW: usize = 4 * 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Walk {
     sizes: Sizes,
+    split: Split,
     activation: Activation,
     /// True if x and y do not fit in the cache.
     stream: bool,
@@ -51,7 +54,7 @@ pub(crate) struct Walk {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operands<'a, T> {
     pub x: Operand<T>,
-    pub y: Operand<T>,
+    pub outputs: Outputs<T>,
     pub in_place: bool,
     pub conv_states: Operand<T>,
     pub windows: Option<Windows<T>>,
@@ -95,16 +98,26 @@ fn tile_rows(history: usize) -> Option<usize> {
 
 impl Walk {
     pub(crate) fn new(
+        spec: &CausalConv1dServingSpec,
         sizes: Sizes,
-        activation: Activation,
-        element: usize,
         threads: usize,
     ) -> Result<Self> {
+        let (activation, element) = (spec.activation, spec.x.dtype.size());
+        let split = Split::of(spec.outputs());
         let problem = &sizes.problem;
         if problem.is_empty() {
             let (stream, threads, scratch) = (false, 1, 0);
             let (channels, parts) = (GROUP, 1);
-            return Ok(Walk { sizes, activation, stream, threads, channels, parts, scratch });
+            return Ok(Walk {
+                sizes,
+                split,
+                activation,
+                stream,
+                threads,
+                channels,
+                parts,
+                scratch,
+            });
         }
         let d = problem.d;
         let work = problem.b * problem.l * d;
@@ -121,7 +134,7 @@ impl Walk {
         };
         let across = across.min(d.div_ceil(64));
         let channels = d.div_ceil(across.max(d.div_ceil(most))).next_multiple_of(GROUP);
-        let blocks = d.div_ceil(channels);
+        let blocks = split.blocks(channels);
         // If short sequences have more blocks of channels than threads need, blocks come one after the other.
         let parts = tasks.div_ceil(if is_short { across } else { blocks });
         let parts = parts.min(sizes.sequences).max(1);
@@ -138,7 +151,7 @@ impl Walk {
             detail: format!("width {}, {channels} channels", problem.width),
         })?;
         let stream = 2 * work * element > last_level_cache();
-        Ok(Walk { sizes, activation, stream, threads, channels, parts, scratch })
+        Ok(Walk { sizes, split, activation, stream, threads, channels, parts, scratch })
     }
 
     pub(crate) fn workspace_bytes(&self) -> usize {
@@ -152,7 +165,7 @@ impl Walk {
     }
 
     /// # Safety
-    /// Operands have the sizes and resolved entries. Nothing else accesses y and the states; y may be x if `in_place`.
+    /// Operands have the sizes and resolved entries. Nothing else accesses the outputs and the states; y may be x if `in_place`.
     /// `scratch` holds [`Walk::workspace_bytes`] bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,
@@ -160,17 +173,17 @@ impl Walk {
         operands: &Operands<'_, T>,
         scratch: *mut u8,
     ) {
-        let (d, sequences) = (self.sizes.problem.d, operands.entries.len());
-        let blocks = d.div_ceil(self.channels);
+        let (outputs, sequences) = (&operands.outputs, operands.entries.len());
+        let blocks = self.split.blocks(self.channels);
         let scratch = SendPtr(scratch);
         parallel_for_workers(self.threads, blocks * self.parts, |worker, task| {
             let (part, block) = (task / blocks, task % blocks);
-            let first = block * self.channels;
-            let channels = first..(first + self.channels).min(d);
+            let (output, channels) = self.split.block(self.channels, block);
+            let y = *outputs.get(output);
             let sequences = sequences * part / self.parts..sequences * (part + 1) / self.parts;
             let scratch = scratch.get().wrapping_add(worker * self.scratch);
             let is_last = part + 1 == self.parts;
-            let task = Task { plan: self, operands, channels, sequences, is_last, scratch };
+            let task = Task { plan: self, operands, y, channels, sequences, is_last, scratch };
             dispatch(isa, task);
         });
     }
@@ -181,6 +194,8 @@ impl Walk {
 struct Task<'a, T> {
     plan: &'a Walk,
     operands: &'a Operands<'a, T>,
+    /// The output that has the channels.
+    y: Operand<T>,
     channels: Range<usize>,
     sequences: Range<usize>,
     /// True if it has the last sequences, and so the tokens after them.
@@ -206,7 +221,7 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
     fn run<S: Simd>(self, s: S) {
         let Task { plan, operands, channels, sequences, .. } = &self;
         let problem = &plan.sizes.problem;
-        let (y, first) = (&operands.y, channels.start);
+        let (y, first) = (&self.y, channels.start);
         // SAFETY: `Walk::run` promises operands that have the tokens, and scratch memory that holds the parameters and
         // behind them a tile.
         unsafe {
@@ -253,9 +268,9 @@ impl<T: SimdElement> Task<'_, T> {
     /// As for [`Walk::run`].
     #[inline(always)]
     unsafe fn step<S: Simd>(&self, s: S, staged: &Staged, part: Part<'_>, ahead: &Entry) -> usize {
-        let Task { plan, operands, .. } = self;
+        let Task { plan, operands, y, .. } = self;
         let Part { entry, states, channel, lanes, .. } = part;
-        let Operands { x, y, conv_states, windows, lookup, .. } = operands;
+        let Operands { x, conv_states, windows, lookup, .. } = operands;
         let are_neighbours = [x, y, conv_states].iter().all(|of| of.strides[1] == 1);
         let is_more = windows.is_some() || lookup.has_drafts() || lookup.has_trees();
         let Some(column) = states.window else { return 0 };
@@ -282,9 +297,9 @@ impl<T: SimdElement> Task<'_, T> {
 
     #[inline(always)]
     unsafe fn walk<S: Simd>(&self, s: S, staged: &Staged, tile: *mut T, part: Part<'_>) {
-        let Task { plan, operands, .. } = self;
+        let Task { plan, operands, y, .. } = self;
         let Part { i, entry, states, channel, lanes } = part;
-        let Operands { x, y, conv_states, .. } = operands;
+        let Operands { x, conv_states, .. } = operands;
         let Entry { row, start, tokens, .. } = *entry;
         let problem = &plan.sizes.problem;
         let history = problem.history();
@@ -384,7 +399,7 @@ impl<T: SimdElement> Task<'_, T> {
     ) {
         let Part { entry, channel, lanes, .. } = part;
         let history = self.plan.sizes.problem.history();
-        let y = Block::of(&self.operands.y, entry.row, channel, entry.start + t);
+        let y = Block::of(&self.y, entry.row, channel, entry.start + t);
         let own = Block::rows(tile, history + TILE);
         // Vectors are as wide as a group at most.
         let to = if y.channel == 1 && lanes >= GROUP { y } else { own };

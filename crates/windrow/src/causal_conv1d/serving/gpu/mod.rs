@@ -1,14 +1,17 @@
 //! Serving on GPUs.
 
+mod params;
+
+use self::params::Params;
 use crate::causal_conv1d::gpu::shared::{
-    GRID, PARAMETERS, THREADS, address, broken_rule, define_operands, header, is_simple,
-    output_address, rows_launch, source, strides,
+    GRID, PARAMETERS, THREADS, define_operands, define_outputs, header, is_simple, rows_launch,
+    source,
 };
 use crate::causal_conv1d::serving::{Sizes, TREE};
 use crate::causal_conv1d::{
     CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec,
 };
-use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Source, params};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Source};
 use crate::{DType, Device, Result, TensorDesc, Workspace};
 
 static INCLUDES: &[Source] = &[PARAMETERS, header!("serving.cuh"), header!("serving_pieces.cuh")];
@@ -29,61 +32,6 @@ const TILE: usize = 12;
 const AHEAD: usize = 4;
 /// Channels of all sequences up to which a step is small.
 const SMALL_STEP: usize = 16 << 10;
-
-params! {
-    /// `Params` of serving.cuh.
-    #[derive(Default)]
-    struct Params {
-        y: usize,
-        x: usize,
-        states: usize,
-        weight: usize,
-        bias: usize,
-        starts: usize,
-        table: usize,
-        accepted: usize,
-        initial_block: usize,
-        last_block: usize,
-        first_block: usize,
-        tokens_before: usize,
-        slots: usize,
-        next_token: usize,
-        next_sibling: usize,
-        flags: usize,
-        windows: usize,
-        parents: usize,
-        wrong: usize,
-        sequences: usize,
-        channels: usize,
-        length: usize,
-        state_length: usize,
-        pool: usize,
-        blocks: usize,
-        block_size: usize,
-        slot_count: usize,
-        most: i64,
-        tree_columns: usize,
-        null_index: i64,
-        x_stride: [isize; 3],
-        y_stride: [isize; 3],
-        state_stride: [isize; 3],
-        weight_stride: [isize; 2],
-        bias_stride: isize,
-        table_stride: [isize; 2],
-        starts_stride: isize,
-        accepted_stride: isize,
-        initial_stride: isize,
-        last_stride: isize,
-        first_stride: isize,
-        before_stride: isize,
-        flags_stride: isize,
-        window_stride: [isize; 4],
-        slots_stride: isize,
-        next_stride: [isize; 2],
-        sibling_stride: [isize; 2],
-        parents_stride: [isize; 2],
-    }
-}
 
 /// A serving plan on a GPU, with its kernels compiled and loaded.
 #[derive(Clone, Debug)]
@@ -115,8 +63,7 @@ impl Vectors {
 
     /// The vectors of `bytes` bytes.
     fn of(spec: &CausalConv1dServingSpec, bytes: usize) -> Option<Self> {
-        let (x, y, states) = (spec.x.strides(), spec.y.strides(), spec.conv_states.strides());
-        let along_channels = states[1] == 1;
+        let along_channels = spec.conv_states.strides()[1] == 1;
         let channels = bytes / spec.x.dtype.size();
         // Between rows and tokens, of which there may be one only.
         let fits = |desc: &TensorDesc| {
@@ -124,11 +71,13 @@ impl Vectors {
                 |i: usize| desc.shape()[i] <= 1 || desc.strides()[i] % channels as isize == 0;
             between(0) && between(2)
         };
-        let fits = spec.x.shape()[1].is_multiple_of(channels)
-            && fits(&spec.x)
-            && fits(&spec.y)
+        let is_row = |desc: &TensorDesc| {
+            desc.strides()[1] == 1 && desc.shape()[1].is_multiple_of(channels) && fits(desc)
+        };
+        let fits = is_row(&spec.x)
+            && spec.outputs().all(is_row)
             && (!along_channels || fits(&spec.conv_states));
-        let takes = x[1] == 1 && y[1] == 1 && (2..=9).contains(&spec.weight.shape()[1]);
+        let takes = (2..=9).contains(&spec.weight.shape()[1]);
         let dense = spec.weight.layout.is_contiguous()
             && spec.bias.is_none_or(|bias| bias.layout.is_contiguous());
         (takes && fits && is_narrow(spec)).then_some(Vectors {
@@ -154,7 +103,9 @@ impl Vectors {
     fn take(&self, params: &Params) -> bool {
         let states = if self.along_channels { params.states } else { 0 };
         let operands = if self.dense { params.weight | params.bias } else { 0 };
-        (params.x | params.y | states).is_multiple_of(self.bytes) && operands.is_multiple_of(16)
+        params.are_aligned(self.bytes)
+            && states.is_multiple_of(self.bytes)
+            && operands.is_multiple_of(16)
     }
 }
 
@@ -193,6 +144,8 @@ fn is_narrow(spec: &CausalConv1dServingSpec) -> bool {
     let tensors = [
         Some(&spec.x),
         Some(&spec.y),
+        spec.y2.as_ref(),
+        spec.y3.as_ref(),
         Some(&spec.conv_states),
         Some(&spec.weight),
         spec.bias.as_ref(),
@@ -216,13 +169,17 @@ fn is_long(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> bool {
 
 /// True if rows of channels are whole vectors of 16 bytes, and there are few enough taps and pieces.
 fn takes_tiles(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> bool {
-    let vector = (16 / spec.x.dtype.size()) as isize;
-    let (x, y) = (spec.x.strides(), spec.y.strides());
-    let between = [x[0], x[2], y[0], y[2]];
+    let vector = 16 / spec.x.dtype.size();
+    let is_row = |desc: &TensorDesc| {
+        let is_whole = |stride: isize| stride % vector as isize == 0;
+        desc.shape()[1].is_multiple_of(vector)
+            && is_whole(desc.strides()[0])
+            && is_whole(desc.strides()[2])
+    };
     spec.x.dtype.is_half()
         && spec.weight.shape()[1] <= 5
-        && sizes.problem.d.is_multiple_of(vector as usize)
-        && between.iter().all(|stride| stride % vector == 0)
+        && is_row(&spec.x)
+        && spec.outputs().all(is_row)
         && sizes.problem.b * sizes.problem.l / TILE + sizes.sequences <= GRID
 }
 
@@ -298,6 +255,7 @@ fn kernel_spec(
         .define("LIMITED", u8::from(limited.iter().any(|given| given.is_some())))
         .params::<Params>()
         .overlapped(true);
+    let kernel = define_outputs(kernel, spec.outputs().count());
     define_operands(kernel, &spec.x, &spec.weight, spec.bias.as_ref(), spec.activation)
 }
 
@@ -313,9 +271,9 @@ fn chunks_kernel(spec: &CausalConv1dServingSpec, vectors: Vectors) -> KernelSpec
 fn tiles_kernel(spec: &CausalConv1dServingSpec, vectors: Vectors) -> KernelSpec {
     let simple = is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
     // As many as there are registers for.
-    let packed = spec.query_start_loc.is_some();
+    let (packed, is_split) = (spec.query_start_loc.is_some(), spec.y2.is_some());
     let blocks = match (spec.first_block.is_some() || spec.initial_block.is_some(), simple) {
-        (false, true) if packed && vectors.dense && vectors.along_channels => 9,
+        (false, true) if packed && vectors.dense && vectors.along_channels && !is_split => 9,
         (false, true) => 8,
         _ => 1,
     };
@@ -348,46 +306,7 @@ impl Serving {
             }
             _ => None,
         };
-        let each = |desc: &Option<TensorDesc>| strides::<1>(desc.as_ref())[0];
-        let tree = |desc: &Option<TensorDesc>| strides::<2>(desc.as_ref());
-        let table = spec.conv_state_indices.as_ref();
-        let table_stride = match table.map(|table| table.strides()) {
-            Some(&[sequence, column]) => [sequence, column],
-            Some(strides) => [strides[0], 0],
-            None => [0; 2],
-        };
-        let params = Params {
-            sequences: sizes.sequences,
-            channels: sizes.problem.d,
-            length: sizes.problem.l,
-            state_length: sizes.state_len,
-            pool: sizes.pool,
-            blocks: sizes.blocks,
-            block_size: spec.block_size,
-            slot_count: sizes.slots,
-            most: i64::try_from(sizes.most).unwrap_or(i64::MAX),
-            tree_columns: spec.next_token.as_ref().map_or(0, |next| next.shape()[1]),
-            null_index: spec.null_index.unwrap_or(-1),
-            x_stride: strides(Some(&spec.x)),
-            y_stride: strides(Some(&spec.y)),
-            state_stride: strides(Some(&spec.conv_states)),
-            weight_stride: strides(Some(&spec.weight)),
-            bias_stride: each(&spec.bias),
-            table_stride,
-            starts_stride: each(&spec.query_start_loc),
-            accepted_stride: each(&spec.num_accepted_tokens),
-            initial_stride: each(&spec.initial_block),
-            last_stride: each(&spec.last_block),
-            first_stride: each(&spec.first_block),
-            before_stride: each(&spec.tokens_before),
-            flags_stride: each(&spec.has_initial_state),
-            window_stride: strides(spec.intermediate_windows.as_ref()),
-            slots_stride: each(&spec.intermediate_indices),
-            next_stride: tree(&spec.next_token),
-            sibling_stride: tree(&spec.next_sibling),
-            parents_stride: tree(&spec.parent_token),
-            ..Params::default()
-        };
+        let params = Params::of(spec, sizes);
         Ok(Serving { any, walks, pieces, tiles, params })
     }
 
@@ -413,38 +332,7 @@ impl Serving {
     ) -> Result<()> {
         let gpu = self.any.gpu();
         let (stream, _) = workspace.take_on(gpu, 0)?;
-        let indices = [
-            &args.query_start_loc,
-            &args.conv_state_indices,
-            &args.num_accepted_tokens,
-            &args.intermediate_indices,
-            &args.next_token,
-        ];
-        let params = Params {
-            y: output_address(Some(&outputs.y)),
-            x: address(Some(&args.x)),
-            states: output_address(Some(&outputs.conv_states)),
-            weight: address(Some(&args.weight)),
-            bias: address(args.bias.as_ref()),
-            starts: address(args.query_start_loc.as_ref()),
-            table: address(args.conv_state_indices.as_ref()),
-            accepted: address(args.num_accepted_tokens.as_ref()),
-            initial_block: address(args.initial_block.as_ref()),
-            last_block: address(args.last_block.as_ref()),
-            first_block: address(args.first_block.as_ref()),
-            tokens_before: address(args.tokens_before.as_ref()),
-            flags: address(args.has_initial_state.as_ref()),
-            slots: address(args.intermediate_indices.as_ref()),
-            next_token: address(args.next_token.as_ref()),
-            next_sibling: address(args.next_sibling.as_ref()),
-            windows: output_address(outputs.intermediate_windows.as_ref()),
-            parents: output_address(outputs.parent_token.as_ref()),
-            wrong: match indices.iter().any(|given| given.is_some()) {
-                true => gpu.wrong_index(broken_rule)?,
-                false => 0,
-            },
-            ..self.params
-        };
+        let params = self.params.with_tensors(gpu, args, outputs)?;
         let Params { sequences, channels, length, starts, .. } = params;
         if channels == 0 || length == 0 || (sequences == 0 && starts == 0) {
             return Ok(());
@@ -453,7 +341,7 @@ impl Serving {
         let rows = sequences.max(1);
         let takes = |(_, vectors): &(&Kernel, Vectors)| vectors.take(&params);
         let pieces = self.pieces.filter(|pieces| params.x != params.y && takes(pieces));
-        let tiles = self.tiles.filter(|_| (params.x | params.y).is_multiple_of(16));
+        let tiles = self.tiles.filter(|_| params.are_aligned(16));
         let (kernel, launch) = match (pieces, self.walks.filter(takes)) {
             (Some((kernel, vectors)), _) => {
                 let tokens = if starts == 0 { sequences * length } else { length };

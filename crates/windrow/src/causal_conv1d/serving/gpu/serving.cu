@@ -105,7 +105,8 @@ extern "C" __global__ void BOUNDS KERNEL(const Params p) {
             for (int j = 1; j < HALO; j++, next += p.state_stride[2]) store_column(p, next, window[j]);
         }
         const S *x = p.x + place(p.x_stride, tokens, d);
-        S *y = p.y + place(p.y_stride, tokens, d);
+        Output output = output_of(p, d);
+        S *y = output.y + place(output.stride, tokens, d);
         for (Size t0 = 0; t0 == 0 || (!SHORT && t0 < tokens.count); t0 += AHEAD) {
 #pragma unroll
             for (int s = 0; s < AHEAD; s++) {
@@ -117,7 +118,7 @@ extern "C" __global__ void BOUNDS KERNEL(const Params p) {
                 }
                 Vector out = taps.step(p, d, window, token);
                 if (is_padding) out = Vector{};
-                out.template store<VECTOR>(y + times(t, p.y_stride[2]));
+                out.template store<VECTOR>(y + times(t, output.stride[2]));
                 push(window, token);
                 if (WINDOWS && !is_padding) keep_window(p, states, d, t, window);
                 if (drafts && (HALO || t)) store_column(p, next, token), next += p.state_stride[2];

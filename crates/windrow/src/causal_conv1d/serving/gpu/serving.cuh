@@ -34,6 +34,9 @@ struct Params {
     i64 starts_stride, accepted_stride, initial_stride, last_stride, first_stride, before_stride, flags_stride;
     // [slots, steps, d, columns], [sequences], [sequences, columns]
     i64 window_stride[4], slots_stride, next_stride[2], sibling_stride[2], parents_stride[2];
+    // The outputs behind y: see `output_of`.
+    S *further_y[2];
+    i64 further_stride[2][3], further_first[2];
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -351,7 +354,8 @@ struct Taps {
 // Makes y zero in tokens of no sequence, every `step`th from `first` on.
 __device__ __forceinline__ void clear_tail(const Params &p, Size d, Size first, Size step) {
     Vector zero = {};
+    Output out = output_of(p, d);
     for (Size t = first; t < (Size)p.length; t += step) {
-        zero.template store<VECTOR>(p.y + place(p.y_stride, {0, t, 0, false}, d));
+        zero.template store<VECTOR>(out.y + place(out.stride, {0, t, 0, false}, d));
     }
 }

@@ -34,7 +34,8 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Param
         if (t >= tokens.count) continue;
         int count = (int)(tokens.count - t < ROWS ? tokens.count - t : ROWS);
         const S *x = p.x + place(p.x_stride, {tokens.row, tokens.start + t}, d);
-        S *y = p.y + place(p.y_stride, {tokens.row, tokens.start + t}, d);
+        Output output = output_of(p, d);
+        S *y = output.y + place(output.stride, {tokens.row, tokens.start + t}, d);
         Vector ahead[STEPS];
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Param
         States states = states_of(p, i, tokens.count);
         if (states.read < 0) {
             Vector zero = {};
-            for (int s = 0; s < count; s++) zero.template store<VECTOR>(y + s * p.y_stride[2]);
+            for (int s = 0; s < count; s++) zero.template store<VECTOR>(y + s * output.stride[2]);
             if (states.wrong && d == 0 && !t) report_states(p, i, tokens.count);
             continue;
         }
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Param
                 if (s0 + STEPS + s < count) ahead[s].template load<VECTOR>(x);
                 x += p.x_stride[2];
                 taps.step(p, d, before, token).template store<VECTOR>(y);
-                y += p.y_stride[2];
+                y += output.stride[2];
                 push(before, token);
             }
         }
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Param
             if (s0 + s < count) {
                 Floats token = floats(ahead[s]);
                 taps.step(p, d, before, token).template store<VECTOR>(y);
-                y += p.y_stride[2];
+                y += output.stride[2];
                 push(before, token);
             }
         }

@@ -89,16 +89,17 @@ extern "C" __global__ void BOUNDS KERNEL(const Params p) {
                 if (!DRAFTS || t < tokens.count) store_column(p, next, token[t]);
             }
         }
-        S *y = p.y + place(p.y_stride, tokens, d);
+        Output output = output_of(p, d);
+        S *y = output.y + place(output.stride, tokens, d);
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
             Vector out = taps.step(p, d, window, token[t]);
             if (is_padding) out = Vector{};
-            if (!DRAFTS || t < tokens.count) out.template store<VECTOR>(y + times(t, p.y_stride[2]));
+            if (!DRAFTS || t < tokens.count) out.template store<VECTOR>(y + times(t, output.stride[2]));
             push(window, token[t]);
         }
         // More tokens than there may be are wrong.
-        for (int t = TOKENS; DRAFTS && t < tokens.count; t++) Vector{}.template store<VECTOR>(y + times(t, p.y_stride[2]));
+        for (int t = TOKENS; DRAFTS && t < tokens.count; t++) Vector{}.template store<VECTOR>(y + times(t, output.stride[2]));
         if (d == 0 && tokens.wrong) report_boundaries(p, i);
         if (d == 0 && is_wrong && tokens.count) report_states(p, i, tokens.count);
     }

@@ -35,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
     }
     if (t < tokens.count) {
         int rows = min(tokens.count - t, ROWS);
-        unsigned bytes = (unsigned)min((int)p.channels - first, COLUMNS) * sizeof(S), barrier = shared_address(full);
+        int columns = min((int)p.channels - first, COLUMNS);
+        unsigned bytes = (unsigned)columns * sizeof(S), barrier = shared_address(full);
         const S *x = p.x + place(p.x_stride, {tokens.row, tokens.start + t}, first);
         S *y = p.y + place(p.y_stride, {tokens.row, tokens.start + t}, first);
         if (lane == 0) {
@@ -78,7 +79,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
         copy_out_fence();
         __syncthreads();
         if (lane < rows) {
+#if OUTPUTS > 1
+            for_each_part(p, first, first + columns, [&](const Output &output, i64 low, i64 high) {
+                y = output.y + place(output.stride, {tokens.row, tokens.start + t + lane}, (int)low);
+                copy_out(y, shared_address(&tile[lane][low - first]), (unsigned)((high - low) * sizeof(S)));
+            });
+#else
             copy_out(y + times(lane, p.y_stride[2]), shared_address(tile[lane]), bytes);
+#endif
             copy_out_wait();
         }
     }

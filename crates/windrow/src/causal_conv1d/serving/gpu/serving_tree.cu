@@ -76,10 +76,11 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
         }
         if (!inside) continue;
         const S *x = p.x + place(p.x_stride, tokens, d);
-        S *y = p.y + place(p.y_stride, tokens, d);
+        Output output = output_of(p, d);
+        S *y = output.y + place(output.stride, tokens, d);
         if (is_padding) {
             Vector zero = {};
-            for (i64 t = 0; t < tokens.count; t++) zero.template store<VECTOR>(y + t * p.y_stride[2]);
+            for (i64 t = 0; t < tokens.count; t++) zero.template store<VECTOR>(y + t * output.stride[2]);
             continue;
         }
         for (i64 t = 0; t < tokens.count; t++) {
@@ -90,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
                 from = from > 0 ? links.parent[from] : from - 1;
                 line[j] = token_at(p, states, d, x, from);
             }
-            taps.step(p, d, line, token).template store<VECTOR>(y + t * p.y_stride[2]);
+            taps.step(p, d, line, token).template store<VECTOR>(y + t * output.stride[2]);
             if (p.windows) {
                 push(line, token);
                 keep_window(p, states, d, (Size)t, line);

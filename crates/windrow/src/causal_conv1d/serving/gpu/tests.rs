@@ -46,7 +46,26 @@ fn kernels_compile_without_spills() {
                 let tree = windows.clone().with_next_token(links).with_next_sibling(links);
                 let specs =
                     [plain, spec, step(4), step(512), drafts, few_drafts, prompts, windows, tree];
-                for spec in specs {
+                let split = |spec: CausalConv1dServingSpec| {
+                    // A step has a row of its own for each sequence.
+                    let is_step = spec.x.shape()[2] == 1;
+                    let spec = spec.with_split(&[16, 16, 32]).unwrap();
+                    let row = |desc: TensorDesc| match is_step {
+                        false => desc,
+                        true => {
+                            let shape = desc.shape();
+                            let strides = [shape[1] as isize, 1, 1];
+                            TensorDesc { dtype, layout: Layout::strided(shape, &strides).unwrap() }
+                        }
+                    };
+                    CausalConv1dServingSpec {
+                        y: row(spec.y),
+                        y2: spec.y2.map(row),
+                        y3: spec.y3.map(row),
+                        ..spec
+                    }
+                };
+                for spec in specs.into_iter().flat_map(|spec| [spec.clone(), split(spec)]) {
                     let sizes = spec.sizes().unwrap();
                     let walks = Vectors::of_walks(&spec, &sizes);
                     assert_eq!(walks.is_some(), width == 4);
