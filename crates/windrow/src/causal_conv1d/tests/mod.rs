@@ -2,6 +2,7 @@
 
 mod errors;
 mod extremes;
+mod invariance;
 mod split;
 
 use super::sample::{Held, Sample, UpdateSample, outputs};
