@@ -6,6 +6,7 @@ use crate::error::{IntoPy, NotInPlace};
 use crate::output::{Output, like};
 use crate::torch::nothing_to_dispatch;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use windrow::{
     Activation, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,
     CausalConv1dSpec, CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
@@ -102,9 +103,53 @@ pub(crate) fn causal_conv1d<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let options = [bias, seq_idx, cu_seqlens, initial_states];
     let inputs = Inputs::import([x, weight], options, activation, device)?;
-    let mut spec = inputs.spec()?;
+    let spec = inputs.spec()?;
+    let mut results = forward(py, &inputs, spec, return_final_states, out)?;
+    match results.len() {
+        1 => Ok(results.swap_remove(0)),
+        _ => Ok(PyTuple::new(py, results)?.into_any()),
+    }
+}
+
+/// [`causal_conv1d`] whose output channels are divided among one to three new arrays of these numbers of channels. The
+/// result has these arrays, and behind them the final states if they are wanted.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a Python signature")]
+pub(crate) fn causal_conv1d_split<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    activation: Option<ActivationName>,
+    seq_idx: Option<&Bound<'py, PyAny>>,
+    cu_seqlens: Option<&Bound<'py, PyAny>>,
+    initial_states: Option<&Bound<'py, PyAny>>,
+    return_final_states: bool,
+    split: Vec<i64>,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let options = [bias, seq_idx, cu_seqlens, initial_states];
+    let inputs = Inputs::import([x, weight], options, activation, None)?;
+    // A negative number is as wrong as a zero.
+    let channels: Vec<_> = split.iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
+    let spec = inputs.spec()?.with_split(&channels).py()?;
+    forward(py, &inputs, spec, return_final_states, None)
+}
+
+/// The outputs of a spec, and behind them its final states if they are wanted. `out` takes the first output.
+fn forward<'py>(
+    py: Python<'py>,
+    inputs: &Inputs<'py>,
+    mut spec: CausalConv1dSpec,
+    return_final_states: bool,
+    out: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let mut y = Output::new(py, out, &inputs.x, || Ok(spec.y))?;
     spec.y = y.desc();
+    let further = |desc: Option<TensorDesc>| {
+        desc.map(|desc| Output::new(py, None, &inputs.x, || Ok(desc))).transpose()
+    };
+    let (mut y2, mut y3) = (further(spec.y2)?, further(spec.y3)?);
+    (spec.y2, spec.y3) = (y2.as_ref().map(Output::desc), y3.as_ref().map(Output::desc));
     let mut states = None;
     if return_final_states {
         // Channels innermost, as decoding reads them.
@@ -116,14 +161,13 @@ pub(crate) fn causal_conv1d<'py>(
     }
     let plan = PLANS.get(py, &spec, inputs.x.device, CausalConv1dPlan::new)?;
     let outputs = CausalConv1dOutputs::new(y.view_mut()?)
-        .with_final_states(Output::view_mut_option(&mut states)?);
+        .with_final_states(Output::view_mut_option(&mut states)?)
+        .with_y2(Output::view_mut_option(&mut y2)?)
+        .with_y3(Output::view_mut_option(&mut y3)?);
     let (args, elements) = (inputs.args(), inputs.x.desc.layout.len());
     run(py, &inputs.x, plan.workspace_bytes(), elements, |ws| plan.run(&args, outputs, ws))?;
-    let y = y.finish(py, &inputs.x.family)?;
-    match states {
-        None => Ok(y),
-        Some(states) => Ok((y, states.finish(py, &inputs.x.family)?).into_pyobject(py)?.into_any()),
-    }
+    let results = [Some(y), y2, y3, states].into_iter().flatten();
+    results.map(|result| result.finish(py, &inputs.x.family)).collect()
 }
 
 /// Gradients of [`causal_conv1d`] with respect to those of `x`, `weight`, `bias` and

@@ -19,7 +19,7 @@ static PLANS: PlanCache<CausalConv1dServingSpec, CausalConv1dServingPlan> = Plan
 static CALLS: PlanCache<Call, CausalConv1dServingPlan> = PlanCache::new();
 
 /// The arrays of a call, in the order of its arguments.
-const ARRAYS: usize = 18;
+const ARRAYS: usize = 20;
 
 /// Their addresses; null where an array is not given.
 type Addresses = [*mut c_void; ARRAYS];
@@ -37,12 +37,13 @@ struct Call {
 /// The next tokens of many sequences, whose states `conv_states` are walked on in place; see
 /// `CausalConv1dServingSpec`. `order` names the dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or
 /// "ld" (one row). In `out` the result may be written over `x`. `intermediate_windows` and `parent_token` are written.
+/// With `out2` and `out3` the channels are divided among `out` and these; the result is `out`.
 #[pyfunction]
 #[pyo3(signature = (x, order, conv_states, weight, bias, activation, query_start_loc, conv_state_indices,
                     null_index, has_initial_state=None, num_accepted_tokens=None, initial_block=None,
                     last_block=None, first_block=None, tokens_before=None, block_size=0,
                     intermediate_windows=None, intermediate_indices=None, next_token=None, next_sibling=None,
-                    parent_token=None, out=None))]
+                    parent_token=None, out=None, out2=None, out3=None))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d_serving<'py>(
     py: Python<'py>,
@@ -68,6 +69,8 @@ pub(crate) fn causal_conv1d_serving<'py>(
     next_sibling: Option<&Bound<'py, PyAny>>,
     parent_token: Option<&Bound<'py, PyAny>>,
     out: Option<&Bound<'py, PyAny>>,
+    out2: Option<&Bound<'py, PyAny>>,
+    out3: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let orders = ["bdl", "bd", "dl", "ld"].into_iter();
     let Some(order) = orders.clone().find(|known| *known == order) else {
@@ -93,6 +96,8 @@ pub(crate) fn causal_conv1d_serving<'py>(
         next_sibling,
         parent_token,
         out,
+        out2,
+        out3,
     ];
     let forms = [const { None }; ARRAYS];
     let mut call = Call { order, activation, null_index, block_size, forms };
@@ -103,7 +108,8 @@ pub(crate) fn causal_conv1d_serving<'py>(
         && let Some(out) = out
         && let Some(plan) = CALLS.find(&call, x.device)
     {
-        let changed = [Some(conv_states), intermediate_windows, parent_token, Some(out)];
+        let changed =
+            [Some(conv_states), intermediate_windows, parent_token, Some(out), out2, out3];
         count_changes(py, &Vec::from_iter(changed.into_iter().flatten()))?;
         compute(py, &x, &plan, &addresses)?;
         return Ok(out.clone());
@@ -126,6 +132,7 @@ pub(crate) fn causal_conv1d_serving<'py>(
     let next_token = option("next_token", next_token)?;
     let next_sibling = option("next_sibling", next_sibling)?;
     let parent_token = option("parent_token", parent_token)?;
+    let (out2, out3) = (option("out2", out2)?, option("out3", out3)?);
     let mut y = Output::new(py, out, &x, || like(&x))?;
     let [x_desc, y_desc] = [ordered("x", &x.desc, order)?, ordered("out", &y.desc(), order)?];
     // Specs are large: handed from setter to setter they would cost more than the rest of the call.
@@ -148,6 +155,10 @@ pub(crate) fn causal_conv1d_serving<'py>(
     spec.next_token = desc(&next_token);
     spec.next_sibling = desc(&next_sibling);
     spec.parent_token = desc(&parent_token);
+    let further = |arg, array: &Option<Array<'_>>| {
+        array.as_ref().map(|array| ordered(arg, &array.desc, order)).transpose()
+    };
+    (spec.y2, spec.y3) = (further("out2", &out2)?, further("out3", &out3)?);
     let plan = PLANS.get(py, &spec, x.device, CausalConv1dServingPlan::new)?;
     let address = |array: &Option<Array<'_>>| array.as_ref().map_or(null_mut(), Array::address);
     let changed = |array: &Option<Array<'_>>| -> PyResult<*mut c_void> {
@@ -173,6 +184,8 @@ pub(crate) fn causal_conv1d_serving<'py>(
         address(&next_sibling),
         changed(&parent_token)?,
         y.view_mut()?.as_mut_ptr().cast(),
+        changed(&out2)?,
+        changed(&out3)?,
     ];
     compute(py, &x, &plan, &addresses)?;
     if is_plain {
@@ -222,6 +235,8 @@ fn compute(
         sibling,
         parents,
         y_at,
+        y2_at,
+        y3_at,
     ] = *addresses;
     // SAFETY: the memory of an array with this description, of which there may be dimensions of size 1 more.
     let read = |at, desc: TensorDesc| unsafe { TensorRef::from_raw(at, desc, device) };
@@ -246,6 +261,8 @@ fn compute(
     outputs.intermediate_windows =
         spec.intermediate_windows.map(|desc| write(windows, desc)).transpose()?;
     outputs.parent_token = spec.parent_token.map(|desc| write(parents, desc)).transpose()?;
+    outputs.y2 = spec.y2.map(|desc| write(y2_at, desc)).transpose()?;
+    outputs.y3 = spec.y3.map(|desc| write(y3_at, desc)).transpose()?;
     let elements = spec.x.layout.len() * 2;
     run(py, x, plan.workspace_bytes(), elements, |ws| plan.run(&args, outputs, ws))
 }

@@ -29,7 +29,8 @@ use windrow_onnxruntime as _;
 mod _native {
     #[pymodule_export]
     use super::causal_conv1d::{
-        causal_conv1d, causal_conv1d_backward, causal_conv1d_update, causal_conv1d_update_if_plain,
+        causal_conv1d, causal_conv1d_backward, causal_conv1d_split, causal_conv1d_update,
+        causal_conv1d_update_if_plain,
     };
     #[pymodule_export]
     use super::causal_conv1d_serving::causal_conv1d_serving;

@@ -99,6 +99,17 @@ def causal_conv1d(
     out: A | None = None,
     device: str | None = None,
 ) -> A | tuple[A, A]: ...
+def causal_conv1d_split(
+    x: A,
+    weight: Array,
+    bias: Array | None,
+    activation: str | None,
+    seq_idx: Array | None,
+    cu_seqlens: Array | None,
+    initial_states: Array | None,
+    return_final_states: bool,
+    split: Sequence[int],
+) -> list[A]: ...
 def causal_conv1d_backward(
     dy: A,
     dfinal_states: Array | None,
@@ -287,10 +298,13 @@ def causal_conv1d_serving(
     next_sibling: Array | None = None,
     parent_token: Array | None = None,
     out: A | None = None,
+    out2: A | None = None,
+    out3: A | None = None,
 ) -> A:
     """The convolution of the next tokens of many sequences; their states are updated in place. `order` names the
     dimensions of `x` and the result: "bdl", "bd" (one token in each row), "dl" or "ld" (one row).
-    `intermediate_windows` and `parent_token` are written, too."""
+    `intermediate_windows` and `parent_token` are written, too. With `out2` and `out3`, the channels are divided among
+    `out` and these."""
 
 def gelu_backward(
     dy: A,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from windrow import _native
 from windrow._replace import has_parameters_of, replace, when_imported
+from windrow._split import new_outputs
 from windrow.vllm import _activation, _beside, _first, _flags
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "install"]
@@ -58,18 +59,23 @@ def causal_conv1d_fn(
     pad_slot_id: int | None = -1,
     validate_data: bool = False,
     block_table: Tensor | None = None,
+    split: Sequence[int] | None = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Any:
     """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, updated in place.
 
     The arguments are SGLang's. Without `has_initial_state` sequences begin with zeros. A negative index is padding.
     Padding sequences and tokens behind the last sequence give zeros. There may be more indices than sequences.
     `block_table` is for Triton's programs and ignored.
+
+    split: one to three numbers of channels whose sum is dim. The result is then a tuple of tensors [channels, tokens]
+    with these channels, in place of one that is split behind the call.
     """
     sequences = query_start_loc.shape[0] - 1
     if weight.dtype != x.dtype or bias is not None and bias.dtype != x.dtype:
         weight, bias = _beside(x, weight, bias)
-    return _native.causal_conv1d_serving(
+    outputs = () if split is None else new_outputs(x, "dl", split)
+    y = _native.causal_conv1d_serving(
         x,
         "dl",
         conv_states,
@@ -80,7 +86,20 @@ def causal_conv1d_fn(
         _first(cache_indices, sequences),
         pad_slot_id,
         _flags(_first(has_initial_state, sequences), x, sequences),
+        None,
+        None,
+        None,
+        None,
+        None,
+        0,
+        None,
+        None,
+        None,
+        None,
+        None,
+        *outputs,
     )
+    return outputs or y
 
 
 def causal_conv1d_update(
@@ -102,12 +121,13 @@ def causal_conv1d_update(
     pad_slot_id: int | None = -1,
     metadata: Any = None,
     validate_data: bool = False,
-) -> Tensor:
+    split: Sequence[int] | None = None,
+) -> Any:
     """A step of decoding: `x` [batch, dim] or [batch, dim, tokens].
 
     The arguments are SGLang's. `num_accepted_tokens` is the older name of `num_accept_tokens`. A negative index is
     padding, whose result is zeros. `cache_seqlens` must be None, because SGLang's own function ignores it. The result
-    is a new tensor.
+    is a new tensor; with `split` a tuple of them, as of `causal_conv1d_fn`.
 
     intermediate_conv_window: [slots, tokens, dim, width - 1]; the window after each token is written to it, in the slot
     that intermediate_state_indices [batch] names. By default these are conv_state_indices.
@@ -126,10 +146,15 @@ def causal_conv1d_update(
     tree = (retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
     if tree != (None, None, None):
         tree = tuple(_first(links, batch) for links in tree)
+    order = "bd" if x.dim() == 2 else "bdl"
+    # PyTorch's own function costs a small step less than what the library does without one.
+    outputs: tuple[Tensor | None, ...] = (torch.empty_like(x) if x.is_cuda else None,)
+    if split is not None:
+        outputs = new_outputs(x, order, split)
     # What a small step does here takes as long as what it does below: nothing is called for what is not given.
-    return _native.causal_conv1d_serving(
+    y = _native.causal_conv1d_serving(
         x,
-        "bd" if x.dim() == 2 else "bdl",
+        order,
         conv_state,
         weight,
         bias,
@@ -147,6 +172,6 @@ def causal_conv1d_update(
         intermediate_conv_window,
         None if slots is None else _first(slots, batch),
         *tree,
-        # PyTorch's own function costs a small step less than what the library does without one.
-        torch.empty_like(x) if x.is_cuda else None,
+        *outputs,
     )
+    return y if split is None else outputs

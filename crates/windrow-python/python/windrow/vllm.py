@@ -7,7 +7,7 @@ instead of vLLM's own functions. If VLLM_PLUGINS is set, its list must contain `
     from windrow.vllm import causal_conv1d_fn, causal_conv1d_update
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from windrow import _native, _threads
 from windrow._replace import has_parameters_of, replace, when_imported
+from windrow._split import new_outputs
 
 __all__ = [
     "causal_conv1d_fn",
@@ -96,7 +97,8 @@ def causal_conv1d_fn(
     block_size_to_align: int = 0,
     metadata: Any = None,
     validate_data: bool = False,
-) -> Tensor:
+    split: Sequence[int] | None = None,
+) -> Any:
     """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, updated in place.
 
     The arguments are vLLM's. A negative index is padding, whatever `pad_slot_id` is. `metadata` and `validate_data` are
@@ -105,12 +107,15 @@ def causal_conv1d_fn(
 
     conv_states: [pool, dim, at least width - 1]; only the first width - 1 columns are used. cache_indices: [sequences],
     or [sequences, blocks] with prefix caching. has_initial_state: [sequences], bool; by default no state is read.
+    split: one to three numbers of channels whose sum is dim. The result is then a tuple of tensors [channels, tokens]
+    with these channels, in place of one that is split behind the call.
     """
     prefix_caching = block_idx_last_scheduled_token is not None
     sequences = query_start_loc.shape[0] - 1
     tokens = x if x.dtype == conv_states.dtype else x.to(conv_states.dtype)
     if weight.dtype != tokens.dtype or bias is not None and bias.dtype != tokens.dtype:
         weight, bias = _beside(tokens, weight, bias)
+    outputs = () if split is None else new_outputs(tokens, "dl", split)
     y = _native.causal_conv1d_serving(
         tokens,
         "dl",
@@ -128,7 +133,15 @@ def causal_conv1d_fn(
         _first(block_idx_first_scheduled_token, sequences) if prefix_caching else None,
         _first(num_computed_tokens, sequences) if prefix_caching else None,
         block_size_to_align if prefix_caching else 0,
+        None,
+        None,
+        None,
+        None,
+        None,
+        *outputs,
     )
+    if outputs:
+        return tuple(y.to(x.dtype) for y in outputs)
     return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
@@ -149,12 +162,14 @@ def causal_conv1d_update(
     pad_slot_id: int | None = None,
     validate_data: bool = False,
     out: Tensor | None = None,
-) -> Tensor:
+    split: Sequence[int] | None = None,
+) -> Any:
     """A step of decoding: `x` [batch, dim], [batch, dim, tokens], or with `query_start_loc` [tokens, dim].
 
     The arguments are vLLM's. The result is written to `out`, or over `x` if `out` is None. `max_query_len` and
     `validate_data` are ignored. `pad_slot_id` is another name of `null_block_id`. With `num_accepted_tokens` a state
     keeps all drafts, so that the next step can continue after those that were accepted. A negative index is padding.
+    With `split` the result is a tuple of new tensors, as of `causal_conv1d_fn`, and `out` must be None.
     """
     tokens, target = x, x if out is None else out
     if x.dtype != conv_state.dtype:
@@ -180,6 +195,11 @@ def causal_conv1d_update(
         if has_blocks or num_accepted_tokens is not None:
             # `len` of a tensor is a function in Python.
             sequences = x.shape[0]
+    outputs: tuple[Tensor, ...] = (target,)
+    if split is not None:
+        if out is not None:
+            raise ValueError("`out` is given, expected None with `split`")
+        outputs = new_outputs(tokens, order, split)
     y = _native.causal_conv1d_serving(
         tokens,
         order,
@@ -202,8 +222,10 @@ def causal_conv1d_update(
         None,
         None,
         None,
-        target,
+        *outputs,
     )
+    if split is not None:
+        return outputs if tokens is x else tuple(y.to(x.dtype) for y in outputs)
     if tokens is x:
         return y
     return y.to(x.dtype) if out is None else out.copy_(y)

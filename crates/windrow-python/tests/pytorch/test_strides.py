@@ -72,6 +72,8 @@ def cases(g):
     states = g.choice([None, laid_out(g, n, d, width - 1)])
     rest = (states, None, None, "silu")
     yield "causal_conv1d", (x, weight, bias, *rest, g.choice([False, True]))
+    split = g.choice([[d], [1, d - 1], [1, 1, d - 2]]) if d > 2 else [d]
+    yield "causal_conv1d_split", (x, weight, bias, states, None, None, split, "silu", g.choice([False, True]))
     dy, needs = laid_out(g, n, d, l), [True, True, True, states is not None]
     yield "causal_conv1d_backward", (dy, None, x, weight, bias, *rest, needs)
     yield "causal_conv1d_update", (x, laid_out(g, n, d, width), weight, bias, None, None, None)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from windrow import _native
+from windrow._split import expect
 from windrow.torch._library import (
     autocast,
     call,
@@ -51,16 +52,19 @@ def _kernel(
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, cu_seqlens, _activation, return_final_states = rest
-    b, d, l = x.shape
-    if d > 1 and x.stride(1) < x.stride(2):
-        y = x.new_empty(b, l, weight.shape[0]).transpose(1, 2)
-    else:
-        y = x.new_empty(b, weight.shape[0], l)
+    y = _fake_output(x, weight.shape[0])
     if not return_final_states:
         return y, x.new_empty(0)
-    sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    states = x.new_empty(sequences, weight.shape[-1] - 1, d)
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = x.new_empty(sequences, weight.shape[-1] - 1, x.shape[1])
     return y, states.transpose(1, 2)
+
+
+def _fake_output(x: Tensor, channels: int) -> Tensor:
+    b, d, l = x.shape
+    if d > 1 and x.stride(1) < x.stride(2):
+        return x.new_empty(b, l, channels).transpose(1, 2)
+    return x.new_empty(b, channels, l)
 
 
 def _backward_kernel(
@@ -105,6 +109,56 @@ differentiable(_causal_conv1d, _kernel, _setup_context, _backward)
 autocast(_causal_conv1d, lower_precision=[0, 1, 2, 3])
 
 
+def _split_kernel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    seq_idx, cu_seqlens, split, activation, return_final_states = rest
+    results = _native.causal_conv1d_split(
+        x,
+        *as_computed(x, weight, bias),
+        activation,
+        seq_idx,
+        cu_seqlens,
+        initial_states,
+        return_final_states,
+        split,
+    )
+    states = results.pop() if return_final_states else None
+    return or_empty(x, (*results, *[None] * (3 - len(results)), states))
+
+
+def _split_fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *options, split, activation, return_final_states = rest
+    _, states = _fake(x, weight, *options, activation, return_final_states)
+    ys = [_fake_output(x, n) for n in split]
+    return or_empty(x, (*ys, *[None] * (3 - len(ys)), states))
+
+
+def _split_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, split, ctx.activation, ctx.return_final_states = inputs
+    ctx.parts = len(split)
+    ctx.save_for_backward(*tensors)
+
+
+def _split_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    # One copy: the kernels of gradients read all channels of one tensor.
+    dy = torch.cat(grads[: ctx.parts], 1)
+    return *_backward(ctx, dy, grads[3]), None
+
+
+_causal_conv1d_split = define(
+    "causal_conv1d_split(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? seq_idx,"
+    " Tensor? cu_seqlens, SymInt[] split, str? activation, bool return_final_states)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _split_kernel,
+    _split_fake,
+)
+differentiable(
+    _causal_conv1d_split, _split_kernel, _split_setup_context, _split_backward, has_own_gradient=False
+)
+autocast(_causal_conv1d_split, lower_precision=[0, 1, 2, 3])
+
+
 @overload
 def causal_conv1d_fn(
     x: Tensor,
@@ -117,6 +171,7 @@ def causal_conv1d_fn(
     activation: str | None = None,
     *,
     cu_seqlens: Tensor | None = None,
+    split: None = None,
 ) -> Tensor: ...
 
 
@@ -132,6 +187,7 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
+    split: None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -147,7 +203,40 @@ def causal_conv1d_fn(
     activation: str | None = None,
     *,
     cu_seqlens: Tensor | None = None,
+    split: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    split: Sequence[int],
+) -> tuple[Tensor, ...]: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    split: Sequence[int],
+) -> tuple[Tensor, ...] | tuple[tuple[Tensor, ...], Tensor]: ...
 
 
 def causal_conv1d_fn(
@@ -161,7 +250,8 @@ def causal_conv1d_fn(
     activation: str | None = None,
     *,
     cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    split: Sequence[int] | None = None,
+) -> Tensor | tuple[Any, ...]:
     """Causal convolution of whole sequences; a drop-in replacement of causal-conv1d's function of this name.
 
     x: [batch, dim, seqlen], any strides.
@@ -172,12 +262,21 @@ def causal_conv1d_fn(
     both.
     initial_states, final_states_out: [batch or sequences, dim, width - 1].
     activation: None, "silu", "swish", "gelu", "gelu_tanh", "relu" or "relu6".
+    split: one to three numbers of channels whose sum is dim (dim_out). y is then a tuple of tensors, each of which has
+    so many of the channels and no gaps: `torch.split(y, split, dim=1)` without a copy behind it.
 
     Returns y, or (y, final_states) with `return_final_states`.
     """
     _expect_name(activation)
     tensors = (x, weight, bias, initial_states, seq_idx, cu_seqlens)
-    y, final_states = call(_causal_conv1d, _kernel, tensors, activation, return_final_states)
+    y: Any
+    if split is None:
+        y, final_states = call(_causal_conv1d, _kernel, tensors, activation, return_final_states)
+    else:
+        expect(split, weight.shape[0])
+        rest = (list(split), activation, return_final_states)
+        *y, final_states = call(_causal_conv1d_split, _split_kernel, tensors, *rest)
+        y = tuple(y[: len(split)])
     if not return_final_states:
         return y
     if final_states_out is not None:

@@ -18,6 +18,7 @@ def register() -> None:
         ops.conv2d: _conv2d,
         ops.conv2d_backward: _conv2d_backward,
         ops.causal_conv1d: _causal_conv1d,
+        ops.causal_conv1d_split: _causal_conv1d,
         ops.causal_conv1d_backward: _causal_conv1d_backward,
         ops.causal_conv1d_update: _causal_conv1d_update,
     }

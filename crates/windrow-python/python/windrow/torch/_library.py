@@ -64,8 +64,10 @@ def differentiable(
     kernel: Callable[..., Any],
     setup_context: Callable[..., None],
     gradient: Callable[..., Any],
+    has_own_gradient: bool = True,
 ) -> None:
-    """Gives `windrow::name`, which `kernel` computes, a gradient: the operator `windrow::name_backward`."""
+    """Gives `windrow::name`, which `kernel` computes, a gradient: the operator `windrow::name_backward`, unless
+    `gradient` calls that of another operator."""
     name = operator._opname
 
     def twice(ctx: Any, *grads: Any) -> Any:
@@ -87,7 +89,8 @@ def differentiable(
 
     _recorders[operator] = Recorder
     _autograd(name, name, setup_context, gradient)
-    _autograd(f"{name}_backward", name, _nothing, twice)
+    if has_own_gradient:
+        _autograd(f"{name}_backward", name, _nothing, twice)
 
 
 def not_differentiable(name: str, instead: str) -> None:
