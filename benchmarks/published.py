@@ -104,7 +104,7 @@ def send_measured(result: Any, name: str, ways: list[str]) -> None:
 
 def verdict(case: dict[str, Any]) -> str:
     if "crash" in case:
-        return case["crash"]
+        return " ".join(case["crash"].split())
     sides = ("patched", "optimized", "compiled", "patched_children", "optimized_children")
     worst = {f"{how} {of}": case[how][of] for how in ALLOWED for of in sides if of in case[how]}
     wrong = [f"{name} {value}" for name, value in worst.items() if not value <= ALLOWED[name.partition(" ")[0]]]
@@ -132,7 +132,7 @@ def table(record: dict[str, Any]) -> list[str]:
         "",
         f"{right} of {len(record['cases'])} networks are right: errors are at most {ALLOWED['fastest']:.0f} times PyTorch's own"
         f" (`x`), and {ALLOWED['forced']:.0f} times with Windrow's kernels wherever they compute a problem (`forced`).",
-        f"{sum('crash' in case for case in record['cases'])} crashed, and the check of `optimize` called"
+        f"{sum('crash' in case for case in record['cases'])} crashed, and the check at the first call called"
         f" {sum('because the compiled one differs' in verdict(case) for case in record['cases'])} wrong.",
         "`convolutions`: in the network, fused by `optimize`, computed by Windrow patched, and forced. `graphs`: graphs and graph"
         " breaks of `torch.compile`, and those of the backend `eager` where they differ.",

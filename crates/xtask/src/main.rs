@@ -15,6 +15,7 @@ mod kernels;
 #[path = "../../windrow-cli/src/lines.rs"]
 mod lines;
 mod pages;
+mod published_table;
 mod python;
 mod record;
 mod records;
