@@ -19,6 +19,7 @@ pages! {
     CANDLE "docs/candle.md"
     CAUSAL_CONV1D "docs/causal-conv1d.md"
     CONV2D "docs/conv2d.md"
+    CONV3D "docs/conv3d.md"
     GELU "docs/gelu.md"
     PARALLEL "docs/parallel.md"
     TUNING "docs/tuning.md"

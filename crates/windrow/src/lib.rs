@@ -169,7 +169,8 @@ pub use causal_conv1d::{
 };
 pub use conv2d::{
     Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,
-    FilterCache, PackedWeights, Tile, Weights, conv2d,
+    Conv3d, Conv3dArgs, Conv3dOutputs, Conv3dParams, Conv3dPlan, Conv3dSpec, FilterCache,
+    PackedWeights, Tile, TimePadding, Weights, conv2d, conv3d,
 };
 pub use device::Device;
 pub use dtype::{DType, Element};

@@ -14,14 +14,19 @@ use crate::verification::choices::mix;
 use crate::verification::random::{Run, trial};
 use crate::{Device, causal_conv1d, conv2d, gelu};
 
-/// The functions that make the cases, one for each operator. The cases of decoding and serving are those of causal
-/// conv1d.
-const CASES: [fn(Device) -> Vec<Case>; 3] =
-    [gelu::verify::cases, causal_conv1d::verify::cases, conv2d::verify::cases];
+/// The functions that make the cases, one for each operator and for conv3d. The cases of decoding and serving are those
+/// of causal conv1d.
+const CASES: [fn(Device) -> Vec<Case>; 4] = [
+    gelu::verify::cases,
+    causal_conv1d::verify::cases,
+    conv2d::verify::cases,
+    conv2d::conv3d::verify::cases,
+];
 
 /// Operators and their functions for random cases. Case `i` uses entry `i` modulo the length, so an operator that is
-/// listed twice gets twice as many cases. Decoding and serving are parts of causal conv1d with names of their own.
-const OPERATORS: [(&str, Run); 7] = [
+/// listed twice gets twice as many cases. Decoding and serving are parts of causal conv1d with names of their own, and
+/// conv3d is one of conv2d.
+const OPERATORS: [(&str, Run); 8] = [
     ("conv2d", conv2d::random::run),
     ("causal_conv1d", causal_conv1d::random::run),
     ("gelu", gelu::random::run),
@@ -29,6 +34,7 @@ const OPERATORS: [(&str, Run); 7] = [
     ("causal_conv1d", causal_conv1d::random::run),
     ("causal_conv1d_update", causal_conv1d::random::run_update),
     ("causal_conv1d_serving", causal_conv1d::serving::random::run),
+    ("conv3d", conv2d::conv3d::random::run),
 ];
 
 /// Every case of every operator that `device` can run.
@@ -83,7 +89,7 @@ mod tests {
     proptest! {
         /// Bytes can be shrunk: a failure comes as the smallest case of its kind.
         #[test]
-        fn any_choices_pass(bytes in prop::collection::vec(any::<u8>(), 0..200), operator in 0usize..7) {
+        fn any_choices_pass(bytes in prop::collection::vec(any::<u8>(), 0..200), operator in 0..OPERATORS.len()) {
             let outcome = trial(OPERATORS[operator].1, &mut Choices::from_bytes(&bytes), Device::Cpu);
             let Outcome { description, failures, .. } = &outcome;
             prop_assert!(failures.is_empty(), "{description}\n{failures:#?}");

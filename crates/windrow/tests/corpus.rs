@@ -11,7 +11,7 @@ fn the_corpus_passes() {
         return;
     }
     let causal = ["causal_conv1d", "causal_conv1d_update", "causal_conv1d_serving"];
-    for operator in ["gelu", "conv2d"].into_iter().chain(causal) {
+    for operator in ["gelu", "conv2d", "conv3d"].into_iter().chain(causal) {
         let mut count = 0;
         for entry in std::fs::read_dir(corpus.join(operator)).unwrap() {
             let path = entry.unwrap().path();

@@ -48,9 +48,11 @@ pub(crate) struct Verify {
 }
 
 impl Verify {
-    /// The names of the operators to check.
+    /// The names of the operators to check. With conv2d that of conv3d, which has no other commands yet.
     fn chosen(&self) -> Vec<&'static str> {
-        Operator::chosen(&self.operators).iter().map(|o| o.name()).collect()
+        let operators = Operator::chosen(&self.operators);
+        let conv3d = operators.contains(&Operator::Conv2d).then_some("conv3d");
+        operators.iter().map(|o| o.name()).chain(conv3d).collect()
     }
 
     fn threads(&self) -> usize {

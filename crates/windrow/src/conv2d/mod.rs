@@ -1,6 +1,7 @@
-//! Two-dimensional convolution.
+//! Two-dimensional convolution, and with frames three-dimensional convolution (`conv3d`).
 
 mod configuration;
+pub(crate) mod conv3d;
 mod cpu;
 mod gpu;
 mod mirrored;
@@ -19,8 +20,9 @@ pub(crate) mod winograd;
 pub(crate) mod winograd_reference;
 
 pub use configuration::Conv2dConfiguration;
+pub use conv3d::{Conv3d, Conv3dArgs, Conv3dOutputs, Conv3dPlan, Conv3dSpec, conv3d};
 pub(crate) use gpu::kernels as gpu_kernels;
-pub use params::Conv2dParams;
+pub use params::{Conv2dParams, Conv3dParams, TimePadding};
 pub use plan::{Conv2d, Conv2dArgs, Conv2dPlan, FilterCache, PackedWeights, Weights};
 pub(crate) use problem::Problem;
 pub use spec::{Conv2dAlgorithm, Conv2dSpec, Tile};

@@ -4,9 +4,30 @@ use super::Conv2dParams;
 use crate::tensor::check_dtype;
 use crate::{Error, Result, TensorDesc};
 
+/// The frames of a convolution over videos. An image is a video of one frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Frames {
+    /// Frames of the input.
+    pub t: usize,
+    /// Frames of the filter.
+    pub kt: usize,
+    /// Frames of the output.
+    pub ot: usize,
+    pub stride: usize,
+    /// Frames that are missing before the first one of the input.
+    pub padding: usize,
+    pub dilation: usize,
+}
+
+impl Frames {
+    /// The frames of a convolution over images.
+    pub(crate) const IMAGE: Self =
+        Frames { t: 1, kt: 1, ot: 1, stride: 1, padding: 0, dilation: 1 };
+}
+
 /// The sizes of a convolution: n images of c channels, h rows and w columns; k filters of r rows and s columns; oh rows
-/// and ow columns of the output. All products of sizes that kernels compute (elements of a tensor, positions in the
-/// padded input) fit in `isize`.
+/// and ow columns of the output. Those of a convolution over n videos have frames as well. All products of sizes that
+/// kernels compute (elements of a tensor, positions in the padded input) fit in `isize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
     pub n: usize,
@@ -18,6 +39,7 @@ pub struct Problem {
     pub k: usize,
     pub r: usize,
     pub s: usize,
+    pub frames: Frames,
     pub oh: usize,
     pub ow: usize,
     pub stride: [usize; 2],
@@ -27,52 +49,96 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// The sizes of a convolution with these strides, paddings and dilations. If `allows_empty` is true, a filter that
-    /// is larger than the padded input is accepted, and the output size in that direction is 0. Otherwise it is an
-    /// error.
-    pub(crate) fn new(
+    /// The sizes of a convolution over images (`D` is 2) or videos (3) with these strides, paddings and dilations. If
+    /// `allows_empty` is true, a filter that is larger than the padded input is accepted, and the output size in that
+    /// direction is 0. Otherwise it is an error.
+    pub(crate) fn new<const D: usize>(
         x: &TensorDesc,
         w: &TensorDesc,
-        [stride, padding, dilation]: [[usize; 2]; 3],
+        [stride, padding, dilation]: [[usize; D]; 3],
         groups: usize,
         allows_empty: bool,
     ) -> Result<Self> {
-        let &[n, c, h, width] = x.shape() else { return Err(rank("x", x)) };
-        let &[k, c_group, r, s] = w.shape() else { return Err(rank("w", w)) };
+        let Some((&[n, c], input)) = sizes::<D>(x) else { return Err(rank::<D>("x", x)) };
+        let Some((&[k, c_group], taps)) = sizes::<D>(w) else { return Err(rank::<D>("w", w)) };
         if !x.dtype.is_compute() {
             return Err(Error::dtype("x", x.dtype, "f32, f16 or bf16"));
         }
         check_dtype("w", w.dtype, x.dtype)?;
-        check_steps(stride, dilation)?;
+        check_steps(&stride, &dilation)?;
         if groups == 0 || c % groups != 0 || k % groups != 0 {
             let expected = format!("a divisor of {c} input and {k} output channels");
             return Err(Error::parameter("groups", groups, expected));
         }
         if c_group != c / groups {
+            let taps = if D == 3 { "kt, r, s" } else { "r, s" };
             let expected =
-                format!("[k, {}, r, s]: x has {c} channels in {groups} groups", c / groups);
+                format!("[k, {}, {taps}]: x has {c} channels in {groups} groups", c / groups);
             return Err(Error::shape("w", w.shape(), expected));
         }
-        if r == 0 || s == 0 {
-            return Err(Error::shape("w", w.shape(), "a filter of at least 1 x 1"));
+        if taps.contains(&0) {
+            let expected = format!("a filter of at least {}", ["1"; D].join(" x "));
+            return Err(Error::shape("w", w.shape(), expected));
         }
-        let size = |input: usize, taps: usize, d: usize| match output_size(
-            input,
-            taps,
-            stride[d],
-            padding[d],
-            dilation[d],
-        )? {
-            0 if !allows_empty => Err(too_large(w, input, taps, padding[d], dilation[d])),
-            outputs => Ok(outputs),
+        let mut outputs = [0; D];
+        for d in 0..D {
+            outputs[d] = output_size(input[d], taps[d], stride[d], padding[d], dilation[d])?;
+            if outputs[d] == 0 && !allows_empty {
+                return Err(too_large(w, input[d], taps[d], padding[d], dilation[d]));
+            }
+        }
+        // The last two directions.
+        let last = |sizes: [usize; D]| [sizes[D - 2], sizes[D - 1]];
+        let frames = match D {
+            3 => Frames {
+                t: input[0],
+                kt: taps[0],
+                ot: outputs[0],
+                stride: stride[0],
+                padding: padding[0],
+                dilation: dilation[0],
+            },
+            _ => Frames::IMAGE,
         };
-        let (oh, ow) = (size(h, r, 0)?, size(width, s, 1)?);
-        Ok(Problem { n, c, h, w: width, k, r, s, oh, ow, stride, padding, dilation, groups })
+        let ([h, width], [r, s], [oh, ow]) = (last(*input), last(*taps), last(outputs));
+        let (stride, padding, dilation) = (last(stride), last(padding), last(dilation));
+        Ok(Problem {
+            n,
+            c,
+            h,
+            w: width,
+            k,
+            r,
+            s,
+            frames,
+            oh,
+            ow,
+            stride,
+            padding,
+            dilation,
+            groups,
+        })
     }
 
     /// [n, k, oh, ow]
     pub(crate) fn y_shape(&self) -> [usize; 4] {
         [self.n, self.k, self.oh, self.ow]
+    }
+
+    /// [n, k, ot, oh, ow]
+    pub(crate) fn video_shape(&self) -> [usize; 5] {
+        [self.n, self.k, self.frames.ot, self.oh, self.ow]
+    }
+
+    /// A convolution over the images of one video, of which the frames that the filter reads are channels: those of a
+    /// frame in whole vectors of `lanes`.
+    pub(crate) fn with_frames_as_channels(&self, lanes: usize) -> Self {
+        match self.frames.kt {
+            1 => *self,
+            kt => {
+                Problem { c: kt * self.c.next_multiple_of(lanes), frames: Frames::IMAGE, ..*self }
+            }
+        }
     }
 
     /// Input channels of one group.
@@ -85,14 +151,14 @@ impl Problem {
         self.k / self.groups
     }
 
-    /// The number of products that are summed for one output element: `c/groups * r * s`.
+    /// The number of products that are summed for one output element: `c/groups * kt * r * s`.
     pub(crate) fn taps(&self) -> usize {
-        self.c_group() * self.r * self.s
+        self.c_group() * self.frames.kt * self.r * self.s
     }
 
     /// The number of multiplications and additions by the definition.
     pub(crate) fn flops(&self) -> f64 {
-        2.0 * self.taps() as f64 * self.y_shape().iter().map(|&d| d as f64).product::<f64>()
+        2.0 * self.taps() as f64 * self.video_shape().iter().map(|&d| d as f64).product::<f64>()
     }
 
     /// True if there are several groups with so few input and output channels each that direct sums are faster than a
@@ -120,14 +186,14 @@ pub(crate) fn transposed_shapes(
     params: &Conv2dParams,
     output_padding: [usize; 2],
 ) -> Result<[[usize; 4]; 2]> {
-    let &[n, channels, oh, ow] = y.shape() else { return Err(rank("y", y)) };
-    let &[k, c_group, r, s] = w.shape() else { return Err(rank("w", w)) };
+    let &[n, channels, oh, ow] = y.shape() else { return Err(rank::<2>("y", y)) };
+    let &[k, c_group, r, s] = w.shape() else { return Err(rank::<2>("w", w)) };
     let &Conv2dParams { stride, dilation, groups, .. } = params;
     if !y.dtype.is_compute() {
         return Err(Error::dtype("y", y.dtype, "f32, f16 or bf16"));
     }
     check_dtype("w", w.dtype, y.dtype)?;
-    check_steps(stride, dilation)?;
+    check_steps(&stride, &dilation)?;
     if channels != k {
         return Err(Error::shape("y", y.shape(), format!("[n, {k}, oh, ow]: w has {k} filters")));
     }
@@ -181,7 +247,7 @@ fn input_size(
     })
 }
 
-fn check_steps(stride: [usize; 2], dilation: [usize; 2]) -> Result<()> {
+fn check_steps(stride: &[usize], dilation: &[usize]) -> Result<()> {
     for (name, value) in [("stride", stride), ("dilation", dilation)] {
         if value.contains(&0) {
             return Err(Error::parameter(name, format!("{value:?}"), "at least 1"));
@@ -190,8 +256,15 @@ fn check_steps(stride: [usize; 2], dilation: [usize; 2]) -> Result<()> {
     Ok(())
 }
 
-fn rank(arg: &'static str, desc: &TensorDesc) -> Error {
-    Error::Rank { arg, given: desc.layout.rank(), expected: "4" }
+/// The first two sizes of a tensor and the `D` that follow; `None` for a tensor of another rank.
+fn sizes<const D: usize>(desc: &TensorDesc) -> Option<(&[usize; 2], &[usize; D])> {
+    let (first, rest) = desc.shape().split_first_chunk()?;
+    Some((first, rest.try_into().ok()?))
+}
+
+fn rank<const D: usize>(arg: &'static str, desc: &TensorDesc) -> Error {
+    let expected = if D == 3 { "5" } else { "4" };
+    Error::Rank { arg, given: desc.layout.rank(), expected }
 }
 
 /// The output size in one direction; 0 if the filter is larger than the padded input.

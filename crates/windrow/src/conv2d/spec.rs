@@ -167,28 +167,40 @@ impl Conv2dSpec {
             matches!(*self.y.shape(), [0, _, rows, columns] if rows == 0 || columns == 0);
         let steps = [self.stride, self.padding, self.dilation];
         let problem = Problem::new(&self.x, &self.w, steps, self.groups, is_transposed_of_none)?;
-        check_tensor("y", &self.y, self.x.dtype, &problem.y_shape())?;
-        check_unique("y", &self.y.layout)?;
-        if let Some(bias) = &self.bias {
-            if bias.dtype != DType::F32 {
-                check_dtype("bias", bias.dtype, self.x.dtype)?;
-            }
-            check_tensor("bias", bias, bias.dtype, &[problem.k])?;
-        }
+        check_outputs(self.x.dtype, (&self.y, &problem.y_shape()), self.bias.as_ref())?;
         Ok(problem)
     }
 }
 
+/// Checks that y has this type and shape, and that the bias belongs to it.
+pub(super) fn check_outputs(
+    dtype: DType,
+    (y, shape): (&TensorDesc, &[usize]),
+    bias: Option<&TensorDesc>,
+) -> Result<()> {
+    check_tensor("y", y, dtype, shape)?;
+    check_unique("y", &y.layout)?;
+    let Some(bias) = bias else { return Ok(()) };
+    if bias.dtype != DType::F32 {
+        check_dtype("bias", bias.dtype, dtype)?;
+    }
+    check_tensor("bias", bias, bias.dtype, &shape[1..2])
+}
+
 /// A dense descriptor of this shape and `like`'s type: channels-last if `like` is.
-fn dense_beside(like: &TensorDesc, shape: &[usize; 4]) -> Result<TensorDesc> {
-    let order = if is_channels_last(&like.layout) { [0, 2, 3, 1] } else { [0, 1, 2, 3] };
-    Ok(TensorDesc { dtype: like.dtype, layout: Layout::with_order(shape, &order)? })
+pub(super) fn dense_beside(like: &TensorDesc, shape: &[usize]) -> Result<TensorDesc> {
+    let layout = match is_channels_last(&like.layout) {
+        true if shape.len() == 5 => Layout::with_order(shape, &[0, 2, 3, 4, 1]),
+        true => Layout::with_order(shape, &[0, 2, 3, 1]),
+        false => Layout::contiguous(shape),
+    };
+    Ok(TensorDesc { dtype: like.dtype, layout: layout? })
 }
 
 /// True if neighbouring channels are closer in memory than neighbouring pixels of a row.
 pub(crate) fn is_channels_last(layout: &Layout) -> bool {
     let (shape, strides) = (layout.shape(), layout.strides());
-    shape[1] > 1 && strides[1].unsigned_abs() < strides[3].unsigned_abs()
+    shape[1] > 1 && strides[1].unsigned_abs() < strides[strides.len() - 1].unsigned_abs()
 }
 
 /// The output tile of a Winograd algorithm for 3x3 filters: `m x m` outputs, which are computed from a transformed

@@ -5,6 +5,7 @@ use super::winograd::{FUSED_TILE, Products, StagedMethod, best_tile, one_pass_pa
 use super::{IM2COL, amx, bf16_pairs, runs};
 use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::spec::is_channels_last;
+use crate::cpu::MAX_LANES;
 use crate::{Accuracy, DType, Filter};
 
 /// The largest number of input channels for which direct sums are faster than non-fused Winograd.
@@ -23,6 +24,9 @@ const RUN_FILTER: usize = 128 << 10;
 /// The algorithm that should be fastest among those that the accuracy allows.
 pub(crate) fn choose(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
     let (spec, p) = (task.spec, task.problem);
+    if task.stencil.frames.is_some() {
+        return of_frames(task, filter);
+    }
     // No other algorithm has as many products of bf16 in a cycle: 16 times those of vectors of f32, of which F(6, 3)
     // saves four fifths.
     if p.prefers_direct() || spec.x.dtype == DType::BF16 && amx::computes(task) {
@@ -60,6 +64,26 @@ pub(crate) fn choose(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
     // With few input channels the im2col matrix is many times the input.
     if p.c_group() <= 8 && p.r * p.s > 1 && row_major {
         return Conv2dAlgorithm::Direct;
+    }
+    Conv2dAlgorithm::Im2colGemm
+}
+
+/// The same for a convolution that reads several frames.
+fn of_frames(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
+    let (spec, p) = (task.spec, task.problem);
+    // A channel of a few frames is copied once for all taps of its rows, and the im2col matrix for each of them.
+    let row_major = !is_channels_last(&spec.y.layout);
+    if p.prefers_direct() || p.c_group() <= DIRECT_CHANNELS && p.r * p.s > 1 && row_major {
+        return Conv2dAlgorithm::DirectPlanar;
+    }
+    if p.is_winograd() && spec.accuracy != Accuracy::Exact {
+        let p = &p.with_frames_as_channels(MAX_LANES);
+        let products = |tile| Products::of(spec, p, task.isa, tile);
+        let winograd = Conv2dAlgorithm::WinogradGemm(best_tile(p, filter, products));
+        let sums = IM2COL.cost(task, Conv2dAlgorithm::Im2colGemm, filter);
+        if StagedMethod.cost(task, winograd, filter) <= sums {
+            return winograd;
+        }
     }
     Conv2dAlgorithm::Im2colGemm
 }

@@ -17,6 +17,8 @@ use std::marker::PhantomData;
 pub(super) trait TapSums: Debug + Send + Sync + Sized + 'static {
     /// The method's own name; it computes `direct` as well.
     const ALGORITHM: Conv2dAlgorithm;
+    /// True if the method sums over frames of a video too.
+    const READS_FRAMES: bool = false;
 
     /// The method for a stencil, divided into units; `None` if it does not support this stencil.
     ///
@@ -76,7 +78,8 @@ pub(super) trait TapSums: Debug + Send + Sync + Sized + 'static {
 /// The form of a packed filter; zeros beyond a group's channels.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Packing {
-    /// [group, panel, c, filter row, filter column, channel of the panel], for panels of this number of channels.
+    /// [group, panel, filter frame, c, filter row, filter column, channel of the panel], for panels of this number of
+    /// channels.
     Panels(usize),
     /// The same in the order of products, [group, panel, filter row, filter column, c, channel of the panel].
     Products(usize),
@@ -121,6 +124,8 @@ pub(super) struct TapUnit<'a, T> {
 pub(super) struct Operands<'a, T> {
     pub packed: &'a [f32],
     pub src: *const T,
+    /// The initial frames; null for none.
+    pub initial: *const T,
     pub dst: *mut T,
     pub epilogue: Epilogue,
 }
@@ -128,8 +133,9 @@ pub(super) struct Operands<'a, T> {
 impl<T> Operands<'_, T> {
     /// The same where T is U.
     pub(super) fn of<U>(&self) -> Operands<'_, U> {
-        let Operands { packed, src, dst, epilogue } = *self;
-        Operands { packed, src: src.cast(), dst: dst.cast(), epilogue }
+        let Operands { packed, src, initial, dst, epilogue } = *self;
+        let (src, initial) = (src.cast(), initial.cast());
+        Operands { packed, src, initial, dst: dst.cast(), epilogue }
     }
 }
 
@@ -153,6 +159,9 @@ impl<F: TapSums> Method for ByTaps<F> {
     }
 
     fn prepare(&self, task: &Task<'_>, _: &Conv2dConfiguration) -> Found {
+        if task.stencil.frames.is_some() && !F::READS_FRAMES {
+            return Ok(None);
+        }
         let (isa, threads, stencil) = (task.isa, task.threads, F::reshaped(&task.stencil));
         let sums = F::new(&stencil, task)?;
         Ok(sums.map(|sums| Box::new(TapPlan { sums, stencil, isa, threads }) as _))
@@ -251,10 +260,11 @@ impl<F: TapSums> Prepared for TapPlan<F> {
     fn run(&self, packed: &[f32], run: Run<'_, '_>) {
         let mut staged = Staged::new(run);
         let scratch = staged.scratch(self.scratch_len());
-        let Staged { dtype, src, dst, epilogue, .. } = staged;
+        let Staged { dtype, src, initial, dst, epilogue, .. } = staged;
         // SAFETY: the stencil was made for these layouts; y is borrowed mutably.
         with_element!(dtype, T => unsafe {
-            let operands = Operands::<T> { packed, src: src.cast(), dst: dst.cast(), epilogue };
+            let (src, initial) = (src.cast(), initial.cast());
+            let operands = Operands::<T> { packed, src, initial, dst: dst.cast(), epilogue };
             self.run_units(&operands, scratch);
         });
     }
@@ -273,7 +283,10 @@ unsafe fn pack_panels<T: SimdElement>(
     let mut packed = packed.iter_mut();
     for group in 0..stencil.groups {
         for first in (0..stencil.k).step_by(width) {
-            for c in 0..stencil.c {
+            let channels =
+                stencil.filter_frames().flat_map(|f| (0..stencil.c).map(move |c| (f, c)));
+            for (frame, c) in channels {
+                let filter = filter.wrapping_offset(frame);
                 for &row in stencil.rows.iter() {
                     for &col in stencil.cols.iter() {
                         for (k, to) in (first..first + width).zip(&mut packed) {

@@ -3,12 +3,14 @@
 
 use super::shared::epilogue::Residual;
 use super::shared::floats_mut;
+use super::shared::frames::FrameTaps;
 use super::shared::stencil::Stencil;
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cpu::Isa;
 use crate::{Accuracy, Activation, Filter, Result, TensorMut, TensorRef};
 use std::fmt::Debug;
+use std::sync::Arc;
 
 /// A convolution, or a part of its data gradient, with the instruction set and the number of threads that compute it.
 pub(crate) struct Task<'a> {
@@ -29,6 +31,12 @@ impl<'a> Task<'a> {
         threads: usize,
     ) -> Result<Self> {
         Ok(Task { spec, problem, stencil: Stencil::forward(spec, problem)?, isa, threads })
+    }
+
+    /// The same over the frames of a video, if any are given.
+    pub(crate) fn with_frames(mut self, frames: Option<Arc<FrameTaps>>) -> Self {
+        self.stencil.frames = frames;
+        self
     }
 }
 
@@ -77,6 +85,8 @@ pub(super) trait Method: Sync {
 /// aligned to 64 bytes.
 pub(crate) struct Run<'a, 'y> {
     pub(crate) x: &'a TensorRef<'a>,
+    /// The initial frames, if the stencil reads any.
+    pub(crate) initial: Option<&'a TensorRef<'a>>,
     pub(crate) bias: Option<&'a TensorRef<'a>>,
     pub(crate) residual: Residual,
     pub(crate) activation: Activation,

@@ -8,6 +8,7 @@ use super::method::Task;
 use super::shared::Vectors;
 use super::shared::axis::Axis;
 use super::shared::epilogue::{Bounds, Epilogue, Lanes};
+use super::shared::frames::FrameSource;
 use super::shared::rows::{Rows, zero_ahead};
 use super::shared::stencil::{Segment, Stencil, Tap};
 use super::shared::store::{Lines, Store};
@@ -51,7 +52,7 @@ pub(super) struct Planar {
     pub cols: Vec<isize>,
     /// Elements of one source channel in the copy.
     channel_len: usize,
-    /// Source channels of a group.
+    /// Source channels of a group in all frames that the filter has.
     source_channels: usize,
     /// The place at which each tap reads the copy of a channel, for the block's first pixel.
     offsets: Vec<usize>,
@@ -59,6 +60,7 @@ pub(super) struct Planar {
 
 impl TapSums for Planar {
     const ALGORITHM: Conv2dAlgorithm = Conv2dAlgorithm::DirectPlanar;
+    const READS_FRAMES: bool = true;
 
     fn new(stencil: &Stencil, task: &Task<'_>) -> Result<Option<Self>> {
         let (lanes, registers) = dispatch(task.isa, Vectors);
@@ -102,9 +104,20 @@ impl TapSums for Planar {
         let tile = scratch.wrapping_add(self.source_len());
         let block = self.block(stencil, unit);
         let Block { first, size, .. } = block;
-        let src = operands.src.wrapping_offset(block.source(stencil));
         let at = [first.i, first.j];
-        dispatch(isa, CopyTile { plan: self, stencil, src, at, size, to: scratch });
+        let frame_len = stencil.c * self.channel_len;
+        for (frame, source) in stencil.sources(first.n).enumerate() {
+            let to = scratch.wrapping_add(frame * frame_len);
+            let Some(FrameSource { is_initial, offset, strides }) = source else {
+                // SAFETY: the channels of a frame in the copy.
+                unsafe { std::ptr::write_bytes(to, 0, frame_len) };
+                continue;
+            };
+            let start = if is_initial { operands.initial } else { operands.src };
+            let group = (block.group * stencil.c) as isize * strides[1];
+            let src = start.wrapping_offset(offset).wrapping_offset(group);
+            dispatch(isa, CopyTile { plan: self, stencil, src, strides, at, size, to });
+        }
         let terms = stencil.terms();
         for (filter, bias, store) in self.panels(stencil, &block, operands, terms, tile) {
             let sums = Sums { plan: self, filter, bias };
@@ -126,7 +139,9 @@ impl Planar {
             let (parts, span) = axis.extent(block[0]);
             parts * stencil.cols.len() * (block[0] + span) * block[1]
         };
-        let fits = |block: [usize; 2]| stencil.c.saturating_mul(channel_len(block)) <= source_len;
+        let source_channels = stencil.frame_count() * stencil.c;
+        let fits =
+            |block: [usize; 2]| source_channels.saturating_mul(channel_len(block)) <= source_len;
         // Whole rows, as many as are worth it; parts of a row where not even one fits.
         let [height, width] = stencil.dst_size.map(|size| size.max(1));
         let waste = |rows: usize| {
@@ -159,7 +174,7 @@ impl Planar {
             channel_len,
             axis,
             cols: collected(stencil.cols.iter().map(|tap| tap.offset))?,
-            source_channels: stencil.c,
+            source_channels,
             offsets,
         };
         // Channels on separate threads where pixels do not suffice: the copy is made once more.
@@ -258,6 +273,8 @@ struct CopyTile<'a, T> {
     stencil: &'a Stencil,
     /// Channel 0 of the group, in the image.
     src: *const T,
+    /// Strides of image, channel, row, column.
+    strides: [isize; 4],
     at: [usize; 2],
     size: [usize; 2],
     to: *mut f32,
@@ -268,7 +285,7 @@ impl<T: SimdElement> Kernel for CopyTile<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let CopyTile { plan, stencil, at, size, .. } = self;
+        let CopyTile { plan, stencil, strides, at, size, .. } = self;
         let [step_rows, step_cols] = stencil.step;
         let cols = size[1];
         let mut to = self.to;
@@ -289,10 +306,9 @@ impl<T: SimdElement> Kernel for CopyTile<'_, T> {
                             zero_ahead(s, to, inside.start);
                             zero_ahead(s, to.add(inside.end), cols - inside.end);
                             if !inside.is_empty() {
-                                let offset = c as isize * stencil.src[1]
-                                    + row * stencil.src[2]
-                                    + first * stencil.src[3];
-                                let col = stencil.src[3] * step_cols as isize;
+                                let offset =
+                                    c as isize * strides[1] + row * strides[2] + first * strides[3];
+                                let col = strides[3] * step_cols as isize;
                                 let from = Rows { ptr: self.src.offset(offset), row: 0, col };
                                 from.copy(s, 1, inside.len(), to.add(inside.start), 0);
                             }

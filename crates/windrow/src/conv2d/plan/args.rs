@@ -48,6 +48,16 @@ pub enum Weights<'a> {
     Cached(TensorRef<'a>, &'a FilterCache),
 }
 
+impl<'a> Weights<'a> {
+    /// The filter itself; `None` for one that is packed.
+    pub(in crate::conv2d) fn view(&self) -> Option<&TensorRef<'a>> {
+        match self {
+            Weights::Raw(w) | Weights::Cached(w, _) => Some(w),
+            Weights::Packed(_) => None,
+        }
+    }
+}
+
 impl<'a> From<TensorRef<'a>> for Weights<'a> {
     fn from(w: TensorRef<'a>) -> Self {
         Weights::Raw(w)

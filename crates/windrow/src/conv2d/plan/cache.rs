@@ -1,8 +1,8 @@
 //! A cache of the packed forms of a filter that may change.
 
+use super::PackedWeights;
 use super::checksum::checksum;
 use super::packed::Packing;
-use super::{Conv2dPlan, Cpu, PackedWeights};
 use crate::conv2d::gpu;
 use crate::{Result, TensorDesc, TensorRef};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -117,25 +117,26 @@ impl FilterCache {
         &self.packs
     }
 
-    /// The filter packed for a plan on the CPU.
-    pub(super) fn get(
+    /// The filter packed for a plan on the CPU. `pack` packs it if the cache does not have it.
+    pub(in crate::conv2d) fn get(
         &self,
-        plan: &Conv2dPlan,
-        cpu: &Cpu,
+        packing: Packing,
+        threads: usize,
         w: &TensorRef<'_>,
+        pack: impl FnOnce() -> Result<PackedWeights>,
     ) -> Result<Arc<PackedWeights>> {
-        let (packing, source) = (plan.packing(), *w.desc());
+        let source = *w.desc();
         if let Some(packed) = self.lock().trusted(&packing, &source) {
             return Ok(packed);
         }
-        let sum = checksum(w, cpu.threads);
+        let sum = checksum(w, threads);
         if let Some(packed) = self.lock().find(&packing, &source, sum) {
             return Ok(packed);
         }
         // Freed before packing, so that its memory can be reused.
         let stale = self.lock().take_stale(&source, sum);
         drop(stale);
-        let packed = Arc::new(plan.pack_on_cpu(cpu, w)?);
+        let packed = Arc::new(pack()?);
         let mut state = self.lock();
         // Another thread may have been faster.
         if let Some(packed) = state.find(&packing, &source, sum) {

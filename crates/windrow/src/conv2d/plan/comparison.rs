@@ -7,8 +7,16 @@ use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Problem, Tile, reference};
 use crate::plan::{Backend, engine};
 use crate::verification::Expected;
-use crate::{DType, Error, Result, TensorRef};
+use crate::{Activation, DType, Error, Result, TensorRef};
 use std::borrow::Cow;
+
+/// The allowed error of the activation of sums with this error.
+pub(in crate::conv2d) fn activated(sums: f64, activation: Activation) -> f64 {
+    match activation.bounds() {
+        Some(_) => sums,
+        None => activation.steepest_slope() * sums + 8.0 * DType::F32.unit_roundoff(),
+    }
+}
 
 impl Conv2dPlan {
     /// The original filter; an error if it was packed by a plan without [`Verify::On`](crate::Verify::On).
@@ -59,16 +67,13 @@ impl Conv2dPlan {
     pub(crate) fn tolerance(&self) -> f64 {
         let sums = engine!(self, engine => engine.tolerance());
         let activation = self.spec.activation;
-        if activation.bounds().is_some() {
-            return sums;
-        }
-        // The vector functions are within 4 units in the last place. GELU of f16 and bf16 on GPUs is the exception.
-        let curved = activation.steepest_slope() * sums + 8.0 * DType::F32.unit_roundoff();
+        let activated = activated(sums, activation);
         match self.backend {
-            Backend::Gpu(_) if self.spec.x.dtype.is_half() => {
-                curved + activation.half_error_on_gpus()
+            // The vector functions are within 4 units in the last place. GELU of f16 and bf16 on GPUs is the exception.
+            Backend::Gpu(_) if activation.bounds().is_none() && self.spec.x.dtype.is_half() => {
+                activated + activation.half_error_on_gpus()
             }
-            Backend::Gpu(_) | Backend::Cpu(_) => curved,
+            Backend::Gpu(_) | Backend::Cpu(_) => activated,
         }
     }
 

@@ -1,10 +1,10 @@
 //! The engine that computes a convolution on the CPU.
 
-use super::packed::{PackedData, PackedForm};
-use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
-use crate::conv2d::cpu::{self, Backward, Prepared, Residual, Run, Task, floats, floats_mut};
+use super::packed::PackedForm;
+use super::{Conv2d, Conv2dArgs, Conv2dPlan, Weights};
+use crate::conv2d::cpu::{self, Backward, Prepared, Residual, Run, Task, floats_mut};
 use crate::conv2d::winograd_reference::Stages;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Tile};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Tile};
 use crate::cpu::Isa;
 use crate::plan::{Engine, Setup};
 use crate::try_once_lock::TryOnceLock;
@@ -15,17 +15,26 @@ use std::num::NonZeroUsize;
 #[derive(Debug)]
 pub struct Cpu {
     pub(super) prepared: Box<dyn Prepared>,
-    /// The error of rounding sums to f16/bf16 if the activation is applied in a second pass over y; otherwise 0.
-    rounding: f64,
+    tolerance: f64,
     isa: Isa,
     pub(super) threads: usize,
     backward: TryOnceLock<Backward>,
 }
 
-/// The largest number of threads that a convolution uses. It is limited because each thread has scratch memory of its
-/// own.
-fn most_threads() -> usize {
-    4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(16)
+/// The number of threads of a convolution: as many as the plan may use, or the configuration says. It is limited because
+/// each thread has scratch memory of its own.
+pub(in crate::conv2d) fn threads(may_use: usize, configuration: &Conv2dConfiguration) -> usize {
+    let most = 4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(16);
+    let threads = may_use.min(most);
+    configuration.threads.map_or(threads, |fewer| fewer.min(threads))
+}
+
+/// The allowed error of sums of this error, rounded to f16/bf16 before the activation if that is applied in a second
+/// pass over y.
+pub(in crate::conv2d) fn stored(sums: f64, spec: &Conv2dSpec) -> f64 {
+    let dtype = spec.y.dtype;
+    let is_stored = cpu::follows(spec) && dtype.is_half();
+    sums + if is_stored { dtype.unit_roundoff() } else { 0.0 }
 }
 
 /// The description of the convolution that is given to methods.
@@ -45,16 +54,13 @@ impl Engine<Conv2d> for Cpu {
     }
 
     fn new(setup: &Setup<'_, Conv2d, Isa>, configuration: &Conv2dConfiguration) -> Result<Self> {
-        let threads = setup.threads().min(most_threads());
-        let threads = configuration.threads.map_or(threads, |fewer| fewer.min(threads));
+        let threads = threads(setup.threads(), configuration);
         let task = task(setup, threads)?;
         let Some(prepared) = cpu::prepare(&task, configuration)? else {
             return Err(setup.unsupported(configuration.algorithm, &cpu::supported(&task)?));
         };
-        let dtype = setup.spec.y.dtype;
-        let is_stored = cpu::follows(setup.spec) && dtype.is_half();
-        let rounding = if is_stored { dtype.unit_roundoff() } else { 0.0 };
-        Ok(Cpu { prepared, rounding, isa: setup.place, threads, backward: TryOnceLock::default() })
+        let tolerance = stored(prepared.tolerance(), setup.spec);
+        Ok(Cpu { prepared, tolerance, isa: setup.place, threads, backward: TryOnceLock::default() })
     }
 
     fn configuration(&self) -> Conv2dConfiguration {
@@ -137,21 +143,24 @@ impl Cpu {
         let kept;
         let weights = match args.w {
             Weights::Cached(w, cache) => {
-                kept = cache.get(plan, self, &w)?;
+                kept =
+                    cache.get(plan.packing(), self.threads, &w, || plan.pack_on_cpu(self, &w))?;
                 Weights::Packed(&kept)
             }
             weights => weights,
         };
         match weights {
             Weights::Raw(w) => {
-                let run = Run { x, bias, residual, activation, y, workspace: memory };
+                let run =
+                    Run { x, initial: None, bias, residual, activation, y, workspace: memory };
                 self.prepared.run_raw(&w, run);
             }
-            Weights::Packed(PackedWeights { data: PackedData::Host(data), .. }) => {
-                let run = Run { x, bias, residual, activation, y, workspace: memory };
-                self.prepared.run(floats(data.as_slice()), run);
+            Weights::Packed(packed) => {
+                let elements = packed.elements().ok_or_else(|| plan.packed_elsewhere(packed))?;
+                let run =
+                    Run { x, initial: None, bias, residual, activation, y, workspace: memory };
+                self.prepared.run(elements, run);
             }
-            Weights::Packed(packed) => return Err(plan.packed_elsewhere(packed)),
             Weights::Cached(..) => unreachable!("packed above"),
         }
         if follows {
@@ -166,7 +175,7 @@ impl Cpu {
     }
 
     pub(super) fn tolerance(&self) -> f64 {
-        self.prepared.tolerance() + self.rounding
+        self.tolerance
     }
 
     pub(super) fn winograd_stages(

@@ -12,8 +12,11 @@ mod packed;
 
 use super::{Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::plan::{self, Input, Operator, Plan, Views, engine};
-use crate::{Error, PlanOptions, Result, TensorMut, TensorRef, Workspace};
+use crate::{PlanOptions, Result, TensorMut, TensorRef, Workspace};
 pub(super) use args::filter;
+pub(super) use comparison::activated;
+pub(super) use cpu::{stored, threads};
+pub(super) use packed::{PackedForm, Packing};
 
 pub use args::{Conv2dArgs, Weights};
 pub use cache::FilterCache;
@@ -63,11 +66,7 @@ impl Operator for Conv2d {
     }
 
     fn views<'a>(args: &'a Conv2dArgs<'_>) -> Views<'a> {
-        let w = match &args.w {
-            Weights::Raw(w) | Weights::Cached(w, _) => Some(w),
-            Weights::Packed(_) => None,
-        };
-        plan::views([Some(&args.x), args.bias.as_ref(), args.residual.as_ref(), w])
+        plan::views([Some(&args.x), args.bias.as_ref(), args.residual.as_ref(), args.w.view()])
     }
 
     fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Conv2dArgs<'a> {
@@ -78,10 +77,7 @@ impl Operator for Conv2d {
 
     /// The inputs that are tensor views. A packed filter is not a view.
     fn inputs(args: &Conv2dArgs<'_>) -> &'static [Input<Conv2dSpec>] {
-        match args.w {
-            Weights::Raw(_) | Weights::Cached(..) => Self::INPUTS,
-            Weights::Packed(_) => &Self::INPUTS[..3],
-        }
+        &Self::INPUTS[..3 + usize::from(args.w.view().is_some())]
     }
 
     fn tuned(spec: &Conv2dSpec, options: &PlanOptions) -> Result<Option<Conv2dConfiguration>> {
@@ -120,15 +116,18 @@ impl Conv2dPlan {
     /// Runs the convolution and writes y. On a GPU it returns when the work is enqueued.
     ///
     /// # Errors
-    /// - [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] if a view does not agree with the spec;
-    /// - [`Error::Parameter`] if the spec has a bias or a residual and the arguments do not, or the reverse;
-    /// - [`Error::WrongDevice`] if a tensor or the workspace is not on the plan's device;
-    /// - [`Error::Aliasing`] if y shares memory with an input;
-    /// - [`Error::ForeignPack`] if [`Conv2dPlan::accepts`] is false for the packed filter;
-    /// - [`Error::WorkspaceTooSmall`];
-    /// - [`Error::OutOfMemory`], with [`Weights::Cached`] or [`Verify::On`](crate::Verify::On);
-    /// - [`Error::Backend`], on a GPU;
-    /// - [`Error::Verification`], with [`Verify::On`](crate::Verify::On).
+    /// - [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) or
+    ///   [`Error::Strides`](crate::Error::Strides) if a view does not agree with the spec;
+    /// - [`Error::Parameter`](crate::Error::Parameter) if the spec has a bias or a residual and the arguments do not, or
+    ///   the reverse;
+    /// - [`Error::WrongDevice`](crate::Error::WrongDevice) if a tensor or the workspace is not on the plan's device;
+    /// - [`Error::Aliasing`](crate::Error::Aliasing) if y shares memory with an input;
+    /// - [`Error::ForeignPack`](crate::Error::ForeignPack) if [`Conv2dPlan::accepts`] is false for the packed filter;
+    /// - [`Error::WorkspaceTooSmall`](crate::Error::WorkspaceTooSmall);
+    /// - [`Error::OutOfMemory`](crate::Error::OutOfMemory), with [`Weights::Cached`] or
+    ///   [`Verify::On`](crate::Verify::On);
+    /// - [`Error::Backend`](crate::Error::Backend), on a GPU;
+    /// - [`Error::Verification`](crate::Error::Verification), with [`Verify::On`](crate::Verify::On).
     pub fn run(
         &self,
         args: &Conv2dArgs<'_>,
@@ -154,15 +153,11 @@ impl Conv2dPlan {
         )
     }
 
-    /// Returns [`Error::ForeignPack`] for a filter that is not packed as this plan needs it.
+    /// Returns [`Error::ForeignPack`](crate::Error::ForeignPack) for a filter that is not packed as this plan needs it.
     fn check_packed(&self, w: &Weights<'_>) -> Result<()> {
         match w {
-            Weights::Packed(packed) if !self.accepts(packed) => Err(Error::ForeignPack {
-                arg: "w",
-                given: format!("{:?}", packed.packing),
-                expected: format!("{:?}", self.packing()),
-            }),
-            Weights::Raw(_) | Weights::Cached(..) | Weights::Packed(_) => Ok(()),
+            Weights::Packed(packed) => packed.check(self.packing()),
+            Weights::Raw(_) | Weights::Cached(..) => Ok(()),
         }
     }
 }

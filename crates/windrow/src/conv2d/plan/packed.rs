@@ -2,9 +2,8 @@
 
 use super::{Conv2dPlan, Cpu, Gpu};
 use crate::buffer::Buffer;
-use crate::conv2d::Conv2dAlgorithm;
-use crate::conv2d::cpu::floats_mut;
-use crate::conv2d::gpu;
+use crate::conv2d::cpu::{Prepared, floats, floats_mut};
+use crate::conv2d::{Conv2dAlgorithm, Problem, gpu};
 use crate::gpu::SharedBuffer;
 use crate::plan::{Backend, Checks, engine};
 use crate::tensor::check_device;
@@ -13,16 +12,27 @@ use std::sync::Arc;
 
 /// The properties that decide whether a plan can use a packed filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Packing {
+pub(in crate::conv2d) struct Packing {
     algorithm: Conv2dAlgorithm,
-    /// k, c/groups, r, s
-    filter: [usize; 4],
+    /// k, c/groups, kt, r, s
+    filter: [usize; 5],
     groups: usize,
     form: PackedForm,
 }
 
+impl Packing {
+    pub(in crate::conv2d) fn new(
+        p: &Problem,
+        algorithm: Conv2dAlgorithm,
+        form: PackedForm,
+    ) -> Self {
+        let filter = [p.k, p.c_group(), p.frames.kt, p.r, p.s];
+        Packing { algorithm, filter, groups: p.groups, form }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum PackedForm {
+pub(in crate::conv2d) enum PackedForm {
     Cpu {
         /// The number of channels that lie next to each other in the packed filter.
         width: usize,
@@ -30,8 +40,8 @@ pub(super) enum PackedForm {
     Cuda(gpu::PackedForm),
 }
 
-/// A packed filter: a filter in the form that an algorithm reads. [`Conv2dPlan::pack_weights`] makes it once for any
-/// number of runs.
+/// A packed filter: a filter in the form that an algorithm reads. [`Conv2dPlan::pack_weights`] and
+/// [`Conv3dPlan::pack_weights`](crate::Conv3dPlan::pack_weights) make it once for any number of runs.
 ///
 /// Another plan on the same device can use it if [`Conv2dPlan::accepts`] is true. For that, the two plans must have the
 /// same algorithm, filter shape, number of groups and packed layout, and on a GPU the same element type. Batch, image
@@ -41,7 +51,7 @@ pub(super) enum PackedForm {
 /// such a run keeps the memory.
 #[derive(Debug)]
 pub struct PackedWeights {
-    pub(super) packing: Packing,
+    pub(in crate::conv2d) packing: Packing,
     pub(super) data: PackedData,
     /// The original filter, kept only if the plan was made with [`Verify::On`].
     pub(super) source: Option<Vec<f64>>,
@@ -65,6 +75,35 @@ impl PackedWeights {
     /// The algorithm it is packed for.
     pub fn algorithm(&self) -> Conv2dAlgorithm {
         self.packing.algorithm
+    }
+
+    /// A filter packed on the CPU, with its original elements if they are kept.
+    pub(in crate::conv2d) fn on_cpu(
+        packing: Packing,
+        prepared: &dyn Prepared,
+        w: &TensorRef<'_>,
+        source: Option<Vec<f64>>,
+    ) -> Result<Self> {
+        let mut data = Buffer::new(prepared.packed_bytes())?;
+        prepared.pack(w, floats_mut(data.as_mut_slice()));
+        Ok(PackedWeights { packing, data: PackedData::Host(data), source })
+    }
+
+    /// Returns [`Error::ForeignPack`] for a filter that is packed in another way.
+    pub(in crate::conv2d) fn check(&self, expected: Packing) -> Result<()> {
+        if self.packing == expected {
+            return Ok(());
+        }
+        let [given, expected] = [self.packing, expected].map(|packing| format!("{packing:?}"));
+        Err(Error::ForeignPack { arg: "w", given, expected })
+    }
+
+    /// The elements in host memory; `None` for a filter packed on a GPU.
+    pub(in crate::conv2d) fn elements(&self) -> Option<&[f32]> {
+        match &self.data {
+            PackedData::Host(data) => Some(floats(data.as_slice())),
+            PackedData::Device(_) => None,
+        }
     }
 
     /// Changes the sign of the first f32 element, to test that a comparison notices it.
@@ -107,14 +146,16 @@ impl Conv2dPlan {
 
     /// Packs a filter that agrees with the spec, for a plan on the CPU.
     pub(super) fn pack_on_cpu(&self, cpu: &Cpu, w: &TensorRef<'_>) -> Result<PackedWeights> {
-        let mut data = Buffer::new(self.packed_bytes())?;
-        cpu.prepared.pack(w, floats_mut(data.as_mut_slice()));
-        self.packed(w, PackedData::Host(data))
+        PackedWeights::on_cpu(self.packing(), cpu.prepared.as_ref(), w, self.source(w)?)
     }
 
     fn packed(&self, w: &TensorRef<'_>, data: PackedData) -> Result<PackedWeights> {
-        let source = (self.options.verify == Verify::On).then(|| w.to_f64_vec()).transpose()?;
-        Ok(PackedWeights { packing: self.packing(), data, source })
+        Ok(PackedWeights { packing: self.packing(), data, source: self.source(w)? })
+    }
+
+    /// The original filter, if the plan verifies.
+    fn source(&self, w: &TensorRef<'_>) -> Result<Option<Vec<f64>>> {
+        (self.options.verify == Verify::On).then(|| w.to_f64_vec()).transpose()
     }
 
     /// True if `packed` has the form that this plan reads (see [`PackedWeights`]). A run also checks that it is on the
@@ -124,13 +165,8 @@ impl Conv2dPlan {
     }
 
     pub(super) fn packing(&self) -> Packing {
-        let p = &self.problem;
-        Packing {
-            algorithm: self.algorithm(),
-            filter: [p.k, p.c_group(), p.r, p.s],
-            groups: p.groups,
-            form: engine!(self, engine => engine.form()),
-        }
+        let form = engine!(self, engine => engine.form());
+        Packing::new(&self.problem, self.algorithm(), form)
     }
 
     /// The size in bytes of a packed filter.
@@ -163,7 +199,7 @@ mod tests {
     fn packs_of_another_form_are_others() {
         let of = |groups, method, dtype, products, order| Packing {
             algorithm: Conv2dAlgorithm::Direct,
-            filter: [64, 4, 3, 3],
+            filter: [64, 4, 1, 3, 3],
             groups,
             form: PackedForm::Cuda(gpu::PackedForm::new(method, dtype, products, order)),
         };

@@ -49,7 +49,10 @@ impl DataGradient {
         for part in &self.parts {
             let (bias, residual, activation) = (None, Residual::NONE, Activation::Identity);
             let workspace = &mut *memory;
-            part.run_raw(w, Run { x: dy, bias, residual, activation, y: dx, workspace });
+            part.run_raw(
+                w,
+                Run { x: dy, initial: None, bias, residual, activation, y: dx, workspace },
+            );
         }
     }
 }

@@ -113,11 +113,13 @@ impl<T: SimdElement, W: SimdElement> BlockedProduct for Product<'_, T, W> {
         let (pixels, terms) = (terms, rows);
         if stencil.src[1] == 1 {
             let row = left_stride(terms.len());
-            dispatch(isa, PackRows { stencil, src, pixels, terms, to, row });
+            let room = row;
+            dispatch(isa, PackRows { stencil, src, pixels, terms, to, row, room });
             Left { ptr: to, panel: mr, row: 1, step: row }
         } else {
             let (width, row) = (pixels.len().max(1), left_stride(pixels.len()));
-            dispatch(isa, PackPanels { stencil, src, pixels, terms, to, width, row });
+            let panel = row * terms.len();
+            dispatch(isa, PackPanels { stencil, src, pixels, terms, to, width, row, panel });
             Left { ptr: to, panel: mr * row, row, step: 1 }
         }
     }

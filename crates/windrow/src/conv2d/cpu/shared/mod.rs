@@ -4,6 +4,7 @@ pub(super) mod activation;
 pub(super) mod axis;
 pub(super) mod channels;
 pub(super) mod epilogue;
+pub(super) mod frames;
 pub(super) mod pack;
 pub(super) mod rows;
 pub(super) mod stencil;

@@ -6,7 +6,7 @@ use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, p
 use std::ops::Range;
 
 /// Packs a filter in panels [group, panel, term, channel of the panel] of `width` channels, zeros beyond k. Terms are
-/// ordered [filter row, filter column, channel].
+/// ordered [filter frame, filter row, filter column, channel].
 ///
 /// # Safety
 /// The stencil's filter elements are readable from `filter`, and all panels writable at `packed`.
@@ -25,13 +25,17 @@ pub(in crate::conv2d::cpu) unsafe fn pack_filter<T: SimdElement>(
         let (group, k) = (task / panels, task % panels * width);
         // SAFETY: each task writes its own panel; the panel holds all terms of its channels.
         unsafe {
-            let to = packed.get().add(task * panel_len);
-            dispatch(isa, PackFilter { stencil, filter: filter.get(), group, k, width, to });
+            let mut to = packed.get().add(task * panel_len);
+            for frame in stencil.filter_frames() {
+                let filter = filter.get().wrapping_offset(frame);
+                dispatch(isa, PackFilter { stencil, filter, group, k, width, to });
+                to = to.wrapping_add(width * stencil.frame_terms());
+            }
         }
     });
 }
 
-/// The kernel that packs one panel [term, channel of the panel] of the filter, with zeros beyond k.
+/// The kernel that packs one panel [term, channel of the panel] of a frame of the filter, with zeros beyond k.
 struct PackFilter<'a, T> {
     stencil: &'a Stencil,
     filter: *const T,
@@ -106,6 +110,8 @@ pub(in crate::conv2d::cpu) struct PackPanels<'a, T> {
     pub width: usize,
     /// Distance of terms, at least `width` in whole vectors.
     pub row: usize,
+    /// Distance of panels.
+    pub panel: usize,
 }
 
 /// Pixels of a row that one tap reads: some in the padding, then some in the source.
@@ -122,7 +128,7 @@ impl<T: SimdElement> Kernel for PackPanels<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let PackPanels { stencil, width, row: to_row, .. } = self;
+        let PackPanels { stencil, width, row: to_row, panel, .. } = self;
         let len = self.pixels.len();
         assert!(len <= MAX_PIXELS, "packed line: too little memory");
         let mut line = [0f32; MAX_PIXELS + MAX_LANES];
@@ -141,7 +147,6 @@ impl<T: SimdElement> Kernel for PackPanels<'_, T> {
             for (i, c) in channels.enumerate() {
                 let from = self.src.wrapping_offset(c as isize * stencil.src[1]);
                 let to = self.to.wrapping_add((at + i) * to_row);
-                let panel = to_row * self.terms.len();
                 // SAFETY: the pieces' pixels are in the source; the line has a vector more than pixels, and a
                 // panel `to_row` elements for each term.
                 unsafe {
@@ -213,6 +218,8 @@ pub(in crate::conv2d::cpu) struct PackRows<'a, T> {
     pub to: *mut f32,
     /// Distance of pixels.
     pub row: usize,
+    /// Elements from the first term to the end of a pixel's row.
+    pub room: usize,
 }
 
 impl<T: SimdElement> Kernel for PackRows<'_, T> {
@@ -323,7 +330,7 @@ impl<T: SimdElement> PackRows<'_, T> {
                 col: stencil.src[1],
             };
             // Whole vectors, where what they write beyond is yet to be written, or is the end of the row.
-            if from.col == 1 && at + channels.len().next_multiple_of(S::LANES) <= self.row {
+            if from.col == 1 && at + channels.len().next_multiple_of(S::LANES) <= self.room {
                 for i in 0..pixels.len() {
                     let from = from.ptr.offset(i as isize * from.row);
                     copy_ahead(s, from, 1, to.add(i * self.row), channels.len());

@@ -1,6 +1,7 @@
 //! A convolution as a gather, which both directions are: forward reads the input at its taps, and
 //! the data gradient reads the output's gradient at taps of the other sign.
 
+use super::frames::{FrameSource, FrameTaps};
 use super::strides4;
 use crate::Result;
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -23,6 +24,8 @@ pub(crate) type Taps = Arc<Vec<Tap>>;
 
 /// `dst[n, k, i, j] = sum_{row, col, c} filter[k, c, row, col] * src[n, c, i*step + row, j*step + col]`
 /// for each group, with zeros outside of the source. Strides are in elements.
+///
+/// With [`FrameTaps`], images are the frames of a video, and terms are ordered [frame, row, column, channel]: see there.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Stencil {
     pub n: usize,
@@ -35,6 +38,8 @@ pub(crate) struct Stencil {
     pub step: [usize; 2],
     pub rows: Taps,
     pub cols: Taps,
+    /// `None` if each image reads one image.
+    pub frames: Option<Arc<FrameTaps>>,
     /// Strides of n, c, row, column.
     pub src: [isize; 4],
     /// Strides of n, k, row, column, and the offset of the first element.
@@ -66,6 +71,7 @@ impl Stencil {
             step: p.stride,
             rows: taps(p.r, 0)?,
             cols: taps(p.s, 1)?,
+            frames: None,
             src: strides4(spec.x.strides()),
             dst: strides4(spec.y.strides()),
             dst_offset: 0,
@@ -102,6 +108,7 @@ impl Stencil {
                     step: [1, 1],
                     rows: rows.clone(),
                     cols: cols.clone(),
+                    frames: None,
                     src,
                     dst: [x[0], x[1], step(0), step(1)],
                     dst_offset: *first as isize * x[2] + *second as isize * x[3],
@@ -125,6 +132,7 @@ impl Stencil {
             step: [1, 1],
             rows: Taps::default(),
             cols: Taps::default(),
+            frames: None,
             src: strides4(spec.y.strides()),
             dst: strides4(spec.x.strides()),
             dst_offset: 0,
@@ -197,7 +205,37 @@ impl Stencil {
 
     /// Terms of the sum for one element.
     pub(crate) fn terms(&self) -> usize {
+        self.frame_count() * self.frame_terms()
+    }
+
+    /// Terms that one frame of the filter has.
+    pub(crate) fn frame_terms(&self) -> usize {
         self.c * self.rows.len() * self.cols.len()
+    }
+
+    /// Frames of the filter.
+    pub(crate) fn frame_count(&self) -> usize {
+        self.frames.as_ref().map_or(1, |frames| frames.len())
+    }
+
+    /// What an image, and those after it that read in the same way, read through each frame of the filter; `None` for
+    /// zeros.
+    pub(crate) fn sources(&self, image: usize) -> impl Iterator<Item = Option<FrameSource>> {
+        let [n_stride, strides @ ..] = self.src;
+        (0..self.frame_count()).map(move |tap| match &self.frames {
+            Some(frames) => frames.source(tap, image, strides),
+            None => Some(FrameSource {
+                is_initial: false,
+                offset: image as isize * n_stride,
+                strides: self.src,
+            }),
+        })
+    }
+
+    /// The offset in the filter of each of its frames.
+    pub(crate) fn filter_frames(&self) -> impl Iterator<Item = isize> {
+        let frames = self.frames.as_deref();
+        (0..self.frame_count()).map(move |tap| frames.map_or(0, |frames| frames.filter(tap)))
     }
 
     /// Destination elements of one channel.

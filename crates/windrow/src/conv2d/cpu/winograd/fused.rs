@@ -97,7 +97,7 @@ impl Prepared for WinogradFused {
     }
 
     fn run(&self, packed: &[f32], run: Run<'_, '_>) {
-        let Run { x, bias, residual, activation, y, workspace } = run;
+        let Run { x, bias, residual, activation, y, workspace, .. } = run;
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
         let (bias, slots) = stage_bias(bias, self.problem.k, workspace);

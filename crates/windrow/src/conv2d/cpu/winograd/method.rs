@@ -2,9 +2,11 @@
 
 use super::super::method::{Found, Method, Task};
 use super::blocking::cost;
+use super::frames::FrameInput;
 use super::fused::{TILE, WinogradFused};
-use super::{Products, WinogradCpu};
+use super::{Products, Vectors, WinogradCpu};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem, Tile};
+use crate::cpu::{MAX_LANES, dispatch};
 use crate::{Accuracy, Filter};
 
 /// Non-fused Winograd: transforms and products as separate steps.
@@ -24,7 +26,8 @@ impl Method for StagedMethod {
     }
 
     fn cost(&self, task: &Task<'_>, algorithm: Conv2dAlgorithm, filter: Filter) -> f64 {
-        let (p, tile) = (task.problem, algorithm.tile().unwrap_or(Tile::F4));
+        let p = &task.problem.with_frames_as_channels(MAX_LANES);
+        let tile = algorithm.tile().unwrap_or(Tile::F4);
         cost(p, tile, filter, Products::of(task.spec, p, task.isa, tile))
     }
 
@@ -50,7 +53,11 @@ impl Method for StagedMethod {
         let &Task { spec, problem: p, isa, threads, .. } = task;
         let Conv2dConfiguration { algorithm, tiles, parts, vectors, .. } = *configuration;
         let Some(tile) = algorithm.tile().filter(|_| p.is_winograd()) else { return Ok(None) };
+        let (lanes, _) = dispatch(isa, Vectors);
+        let frames = task.stencil.frames.clone().map(|taps| FrameInput { taps, c: p.c });
+        let p = &p.with_frames_as_channels(lanes);
         let engine = WinogradCpu::with_isa(p, tile, threads, isa, Products::of(spec, p, isa, tile));
+        let engine = WinogradCpu { frames, ..engine };
         Ok(Some(Box::new(engine.with_blocking([tiles, parts, vectors]))))
     }
 }
@@ -74,7 +81,8 @@ impl Method for FusedMethod {
 
     fn prepare(&self, task: &Task<'_>, _: &Conv2dConfiguration) -> Found {
         let &Task { problem: p, isa, threads, .. } = task;
-        Ok(p.is_winograd().then(|| Box::new(WinogradFused::new(p, isa, threads)) as _))
+        let supports = p.is_winograd() && task.stencil.frames.is_none();
+        Ok(supports.then(|| Box::new(WinogradFused::new(p, isa, threads)) as _))
     }
 }
 

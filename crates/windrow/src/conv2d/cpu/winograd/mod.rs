@@ -7,16 +7,21 @@
 //!
 //! Where that would occupy few threads, or V of all threads is large, these form V of a stretch of
 //! tiles together, then take parts of its output channels.
+//!
+//! Of a video, images are the frames of the output, and what the frames of the filter read are channels. So frames are
+//! summed before the output transform, which has no more to do than for an image.
 
 mod amx;
 mod blocking;
 mod filter;
+mod frames;
 mod fused;
 mod gemm;
 mod geometry;
 mod input;
 mod method;
 mod output;
+mod pack;
 mod prefetch;
 mod products;
 mod raw;
@@ -31,15 +36,12 @@ use super::shared::{Vectors, bias_len, stage_bias, strides4};
 use super::{Prepared, Run};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem, Tile};
-use crate::cpu::{
-    Isa, MAX_LANES, SendPtr, SimdElement, dispatch, last_level_cache, parallel_for,
-    parallel_for_workers,
-};
+use crate::cpu::{Isa, MAX_LANES, SendPtr, SimdElement, dispatch, parallel_for_workers};
 use crate::dtype::with_element;
 use crate::{Result, TensorRef};
 use blocking::Blocking;
 pub(super) use blocking::best_tile;
-use filter::FilterTransform;
+use frames::FrameInput;
 pub(super) use fused::TILE as FUSED_TILE;
 use gemm::Gemm;
 use geometry::Geometry;
@@ -53,9 +55,6 @@ use stages::Block;
 use std::ops::Range;
 pub(super) use weight_gradient::WinogradWeight;
 
-/// Input channels of a panel of the filter that a task packs where panels would leave threads idle.
-const CHANNELS_AT_ONCE: usize = 32;
-
 /// Error of Winograd's algorithm relative to its scale.
 fn tolerance(tile: Tile) -> f64 {
     match tile {
@@ -68,7 +67,9 @@ fn tolerance(tile: Tile) -> f64 {
 /// A 3x3 convolution of stride and dilation 1 with one group, by Winograd's algorithm.
 #[derive(Clone, Debug)]
 pub(super) struct WinogradCpu {
+    /// The tiles; of a video, its problem has the frames of the filter as channels.
     geometry: Geometry,
+    frames: Option<FrameInput>,
     tile: Tile,
     threads: usize,
     isa: Isa,
@@ -82,6 +83,7 @@ pub(super) struct WinogradCpu {
 struct Operands<'a> {
     packed: &'a [f32],
     x: &'a TensorRef<'a>,
+    initial: Option<&'a TensorRef<'a>>,
     /// V that the tasks share.
     v: SendPtr<f32>,
     epilogue: Epilogue,
@@ -175,7 +177,8 @@ impl WinogradCpu {
         let geometry = Geometry::new(problem, tile.m());
         let (lanes, registers) = dispatch(isa, Vectors);
         let blocking = Blocking::choose(&geometry, lanes, threads, products);
-        WinogradCpu { geometry, tile, threads, isa, products, lanes, registers, blocking }
+        let frames = None;
+        WinogradCpu { geometry, frames, tile, threads, isa, products, lanes, registers, blocking }
     }
 
     /// The method with a given blocking: tiles in a block, parts of the output channels, and vectors of them between
@@ -187,7 +190,7 @@ impl WinogradCpu {
     }
 
     fn run_inspected(&self, packed: &[f32], run: Run<'_, '_>, inspect: &(dyn Fn(&Block) + Sync)) {
-        let Run { x, bias, residual, activation, y, workspace } = run;
+        let Run { x, initial, bias, residual, activation, y, workspace } = run;
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
         let (bias, slots) = stage_bias(bias, self.geometry.problem.k, workspace);
@@ -195,6 +198,7 @@ impl WinogradCpu {
         let operands = Operands {
             packed,
             x,
+            initial,
             v: SendPtr(v.as_mut_ptr()),
             epilogue: Epilogue { bias: bias.as_ptr(), residual, activation },
             y_strides: strides4(y.strides()),
@@ -225,6 +229,7 @@ impl WinogradCpu {
             let v_strides = self.v_strides();
             let input = SharedInput {
                 geometry: &self.geometry,
+                frames: self.frames.as_ref(),
                 isa: self.isa,
                 lanes: self.lanes,
                 threads: self.threads,
@@ -235,7 +240,7 @@ impl WinogradCpu {
                 staging: SendPtr(unsafe { operands.v.get().add(self.positions() * v_strides[0]) }),
             };
             // SAFETY: x agrees with the problem; the memory is as large as asked for.
-            unsafe { input.transform::<X, A>(operands.x) };
+            unsafe { input.transform::<X, A>(operands.x, operands.initial) };
         }
         parallel_for_workers(self.threads, self.tasks(tiles.len()), |worker, task| {
             // SAFETY: each worker has a slot of its own.
@@ -275,7 +280,8 @@ impl WinogradCpu {
                 v: own,
                 v_strides: self.v_strides(),
             };
-            dispatch(self.isa, transform);
+            let frames = self.frames.as_ref().map(|frames| (frames, operands.initial));
+            frames::transform(self.isa, self.lanes, frames, transform);
             own
         };
         let mut read = self.prefetch_input::<X>(operands, stretch, task, part.len());
@@ -345,7 +351,7 @@ impl WinogradCpu {
             before: p.padding,
             side: self.tile.alpha(),
         };
-        let asks = operands.far && !self.shares_input();
+        let asks = operands.far && !self.shares_input() && self.frames.is_none();
         let tiles = if asks { self.tiles(stretch, task + self.threads) } else { 0..0 };
         let calls = self.calls(self.blocking.tiles, vectors);
         Prefetch::new(&self.geometry, image, tiles, 0..p.c, calls)
@@ -365,58 +371,6 @@ impl WinogradCpu {
     fn tiles(&self, stretch: &Range<usize>, block: usize) -> Range<usize> {
         let start = (stretch.start + block * self.blocking.tiles).min(stretch.end);
         start..(start + self.blocking.tiles).min(stretch.end)
-    }
-
-    fn pack_from<W: SimdElement>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
-        match self.tile {
-            Tile::F2 => self.pack_panels::<W, 4>(w, packed),
-            Tile::F4 => self.pack_panels::<W, 6>(w, packed),
-            Tile::F6 => self.pack_panels::<W, 8>(w, packed),
-        }
-    }
-
-    fn pack_panels<W: SimdElement, const A: usize>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
-        assert!(packed.len() >= self.packed_len(), "packed filter");
-        let u = SendPtr(packed.as_mut_ptr());
-        let far = 2 * size_of::<f32>() * self.packed_len() > last_level_cache()
-            && u.get().addr().is_multiple_of(MAX_LANES * size_of::<f32>());
-        let strides = strides4(w.strides());
-        let w = SendPtr(w.as_ptr().cast_mut());
-        let c = self.geometry.problem.c;
-        let panels = self.vectors().div_ceil(gemm::PANEL);
-        // Parts of the input channels where panels are fewer than threads.
-        let at_once = if panels < self.threads { CHANNELS_AT_ONCE } else { c.max(1) };
-        let parts = c.div_ceil(at_once).max(1);
-        parallel_for(self.threads, panels * parts, |task| {
-            let (panel, first) = (task / parts, task % parts * at_once);
-            // SAFETY: inside of U, whose panels before it are whole.
-            let u = unsafe { u.get().add(panel * gemm::PANEL * self.lanes * c) };
-            let w = w.get().cast_const().cast::<W>().wrapping_offset(first as isize * strides[1]);
-            let transform =
-                self.filter_transform::<W, A>(w, strides, panel, (u, self.u_position()));
-            let (c, u) = (at_once.min(c - first), u.wrapping_add(first * transform.width));
-            dispatch(self.isa, FilterTransform { c, u, far, ..transform });
-        });
-    }
-
-    /// Transforms a panel of output channels of `w` and writes it to `u`.
-    fn filter_transform<W: SimdElement, const A: usize>(
-        &self,
-        w: *const W,
-        strides: [isize; 4],
-        panel: usize,
-        (u, u_position): (*mut f32, usize),
-    ) -> FilterTransform<W, A> {
-        let Problem { c, .. } = self.geometry.problem;
-        let channels = self.channels(panel);
-        let width = channels.len().next_multiple_of(self.lanes);
-        FilterTransform { c, w, strides, channels, width, u, u_position, far: false }
-    }
-
-    /// Output channels of a panel.
-    fn channels(&self, panel: usize) -> Range<usize> {
-        let at = |panel: usize| self.geometry.problem.k.min(panel * gemm::PANEL * self.lanes);
-        at(panel)..at(panel + 1)
     }
 
     fn positions(&self) -> usize {

@@ -63,7 +63,7 @@ impl WinogradCpu {
                 Tile::F6 => self.run_shared::<T, 8>(w, run),
             });
         }
-        let Run { x, bias, residual, activation, y, workspace } = run;
+        let Run { x, initial, bias, residual, activation, y, workspace } = run;
         let (packed, workspace) = workspace.split_at_mut(self.raw_len() * size_of::<f32>());
         let packed = floats_mut(packed);
         let Problem { k, .. } = self.geometry.problem;
@@ -86,15 +86,16 @@ impl WinogradCpu {
             let engine = WinogradCpu { geometry, blocking, ..self.clone() };
             engine.pack(&w, packed);
             let (bias, workspace) = (bias.as_ref(), &mut *workspace);
-            engine.run(packed, Run { x, bias, residual, activation, y, workspace });
+            engine.run(packed, Run { x, initial, bias, residual, activation, y, workspace });
         }
     }
 
     /// True if each task packs one panel at a time, and tasks share V. With fewer panels than threads some threads
     /// would be idle, so all of them pack first.
     fn packs_by_panels(&self) -> bool {
-        // Tiles would split V for each panel.
+        // Tiles would split V for each panel. Frames are packed one after the other.
         self.products == Products::Vectors
+            && self.frames.is_none()
             && shares_input(&self.geometry)
             && self.panels() >= self.threads
     }
@@ -121,7 +122,7 @@ impl WinogradCpu {
     }
 
     fn run_shared<X: SimdElement, const A: usize>(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
-        let Run { x, bias, residual, activation, y, workspace } = run;
+        let Run { x, bias, residual, activation, y, workspace, .. } = run;
         assert!(workspace.len() >= self.raw_bytes(), "workspace");
         let p = &self.geometry.problem;
         let (bias, memory) = stage_bias(bias, p.k, workspace);
@@ -136,6 +137,7 @@ impl WinogradCpu {
         };
         let input = SharedInput {
             geometry: &self.geometry,
+            frames: None,
             isa: self.isa,
             lanes: self.lanes,
             threads: self.threads,
@@ -145,7 +147,7 @@ impl WinogradCpu {
             staging,
         };
         // SAFETY: x agrees with the problem; the memory is as large as asked for.
-        unsafe { input.transform::<X, A>(x) };
+        unsafe { input.transform::<X, A>(x, None) };
         let (w_strides, y_strides) = (strides4(w.strides()), strides4(y.strides()));
         let (w, y) = (SendPtr(w.as_ptr().cast_mut()), SendPtr(y.as_mut_ptr()));
         parallel_for_workers(self.threads, self.panels(), |worker, panel| {

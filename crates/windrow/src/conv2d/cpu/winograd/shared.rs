@@ -1,5 +1,6 @@
 //! V of a range of tiles at once, where the tasks that follow share it.
 
+use super::frames::FrameInput;
 use super::geometry::Geometry;
 use super::input::{InputTransform, STAGING};
 use super::strides4;
@@ -49,6 +50,7 @@ pub(super) fn in_parts(
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SharedInput<'a> {
     pub geometry: &'a Geometry,
+    pub frames: Option<&'a FrameInput>,
     pub isa: Isa,
     pub lanes: usize,
     pub threads: usize,
@@ -66,28 +68,47 @@ impl SharedInput<'_> {
     ///
     /// # Safety
     /// x is the problem's, of type X; V and the staging memory are as documented.
-    pub(super) unsafe fn transform<X: SimdElement, const A: usize>(&self, x: &TensorRef<'_>) {
-        let SharedInput { geometry, isa, lanes, threads, tiles, v, v_strides, staging } = *self;
+    pub(super) unsafe fn transform<X: SimdElement, const A: usize>(
+        &self,
+        x: &TensorRef<'_>,
+        initial: Option<&TensorRef<'_>>,
+    ) {
+        let SharedInput { geometry, frames, isa, lanes, threads, tiles, v, v_strides, staging } =
+            *self;
         let strides = strides4(x.strides());
         let x = SendPtr(x.as_ptr().cast_mut());
-        let channels = geometry.problem.c;
-        in_parts(threads, tiles, channels, (lanes, v_strides[1]), |worker, part| {
-            // The channels of this task as all there are.
-            let mut geometry = *geometry;
-            geometry.problem.c = part.channels.len();
-            let first = part.channels.start as isize * strides[1];
-            let transform = InputTransform::<X, A> {
-                geometry: &geometry,
-                x: x.get().cast_const().cast::<X>().wrapping_offset(first),
-                strides,
-                tiles: part.tiles,
-                // SAFETY: a thread has its own staging memory; each task writes its own tiles and channels of V.
-                staging: unsafe { staging.get().add(worker * STAGING) },
-                // SAFETY: a part of V, which holds all tiles and channels.
-                v: unsafe { v.get().add(part.offset) },
-                v_strides,
-            };
-            dispatch(isa, transform);
-        });
+        let initial_stride = initial.map_or(0, |initial| initial.strides()[1]);
+        let initial = initial.map(|initial| SendPtr(initial.as_ptr().cast_mut()));
+        let channels = frames.map_or(geometry.problem.c, |frames| frames.c);
+        for frame in 0..frames.map_or(1, |frames| frames.taps.len()) {
+            let before = frame * channels.div_ceil(lanes) * v_strides[1];
+            in_parts(threads, tiles, channels, (lanes, v_strides[1]), |worker, part| {
+                // The channels of this task as all there are.
+                let mut geometry = *geometry;
+                geometry.problem.c = part.channels.len();
+                let first = part.channels.start as isize * strides[1];
+                let transform = InputTransform::<X, A> {
+                    geometry: &geometry,
+                    x: x.get().cast_const().cast::<X>().wrapping_offset(first),
+                    strides,
+                    tiles: part.tiles,
+                    // SAFETY: a thread has its own staging memory; each task writes its own tiles and channels of V.
+                    staging: unsafe { staging.get().add(worker * STAGING) },
+                    // SAFETY: a part of V, which holds all tiles and channels.
+                    v: unsafe { v.get().add(before + part.offset) },
+                    v_strides,
+                };
+                match frames {
+                    Some(frames) => {
+                        let first = part.channels.start as isize * initial_stride;
+                        let initial = initial.as_ref().map(|initial| {
+                            initial.get().cast_const().cast::<X>().wrapping_offset(first)
+                        });
+                        frames.transform(isa, lanes, frame, initial, transform);
+                    }
+                    None => dispatch(isa, transform),
+                }
+            });
+        }
     }
 }

@@ -57,7 +57,8 @@ impl WinogradCpu {
         };
         let (activation, workspace) = (Activation::Identity, workspace.as_mut_slice());
         let (bias, residual) = (None, Residual::NONE);
-        let run = Run { x, bias, residual, activation, y: &mut y.as_mut(), workspace };
+        let run =
+            Run { x, initial: None, bias, residual, activation, y: &mut y.as_mut(), workspace };
         self.run_inspected(packed, run, &keep);
         let (v, m) = (v.into_inner().expect("no panic"), m.into_inner().expect("no panic"));
         Ok(Stages { u: self.unpack(packed)?, v, m })

@@ -131,6 +131,7 @@ impl Given {
         let bias = self.bias.as_ref().map(Tensor::as_ref);
         let run = Run {
             x: &self.x.as_ref(),
+            initial: None,
             bias: bias.as_ref(),
             residual: Residual::NONE,
             activation: case.activation,

@@ -155,6 +155,7 @@ impl WinogradWeight {
             let tiles = chunk * self.chunk..self.geometry.tiles().min((chunk + 1) * self.chunk);
             let input = SharedInput {
                 geometry: &self.geometry,
+                frames: None,
                 isa: self.isa,
                 lanes: self.lanes,
                 threads: self.threads,
@@ -165,7 +166,7 @@ impl WinogradWeight {
             };
             // SAFETY: passed on.
             unsafe {
-                input.transform::<T, ALPHA>(x);
+                input.transform::<T, ALPHA>(x, None);
                 self.transform_dy::<T>(dy, &tiles, staging, d);
             }
             let (accumulate, is_last) = (chunk > 0, chunk + 1 == self.chunks());

@@ -103,6 +103,7 @@ impl Part {
                 k: p.c,
                 r,
                 s,
+                frames: p.frames,
                 oh: outputs[0],
                 ow: outputs[1],
                 stride: [1, 1],

@@ -1,13 +1,20 @@
 //! Convolution as a matrix product with the im2col matrix, of which only the panels that a task
 //! works on are ever in memory.
 //!
-//! Terms of the sums are ordered [filter row, filter column, channel]. Where pixels of the output lie
+//! Terms of the sums are ordered [filter frame, filter row, filter column, channel]. Where pixels of the output lie
 //! next to each other, the filter is the left operand and vectors run over pixels; where channels
 //! do, pixels are rows and vectors run over output channels.
+//!
+//! Frames of a video are read as images are, one frame of the filter after the other. The images whose filter frames all
+//! read x, and those that read zeros through some, are products of their own.
+
+mod blocking;
+mod parts;
 
 use super::method::{Found, Method, Prepared, Run, Task};
 use super::shared::epilogue::{Bounds, Epilogue, Lanes};
-use super::shared::pack::{PackPanels, PackRows, pack_filter};
+use super::shared::frames::FrameSource;
+use super::shared::pack::{PackPanels, PackRows, pack_filter, parts};
 use super::shared::stencil::Stencil;
 use super::shared::store::{Store, StoreTile};
 use super::shared::{bias_len, tolerance};
@@ -16,32 +23,16 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::cpu::gemm::{
     BlockedProduct, Blocking, Left, Place, Right, Scratch, left_stride, tile_shape,
 };
-use crate::cpu::{Isa, MANY_THREADS, SimdElement, dispatch};
+use crate::cpu::{Isa, SimdElement, dispatch};
 use crate::dtype::with_element;
-use crate::lists::filled;
+use crate::lists::{collected, filled, push};
 use crate::{DType, Result, TensorRef};
+use blocking::ends_first;
+use parts::Parts;
 use std::ops::Range;
-
-/// The largest block of channels and of pixels: panels of both operands and the tiles between them stay in a
-/// second-level cache of 1 MiB.
-const BLOCK: [usize; 2] = [512, 128];
 
 /// Elements at whose multiples addresses fall into the same set of a first-level cache.
 const PAGE: usize = 1024;
-
-/// The limit for smaller blocks that are compared: this number of parts of the channels, and of the pixels, more than
-/// necessary, and no more than twice the threads.
-const MORE_PARTS: usize = 32;
-
-/// Cycles that parts of a task take: handing it out, an element of either operand until it is there, where many threads read
-/// and where few do, and an element that is copied.
-const TASK: f64 = 3000.0;
-const READ: [f64; 2] = [1.4, 0.5];
-const COPY: f64 = 0.4;
-/// The share of the multiplications that vectors could do in a cycle.
-const RATE: f64 = 0.75;
-/// Tasks by which the last thread ends later than if all began and went on together.
-const LATE: f64 = 0.25;
 
 /// The method: a matrix product of any convolution.
 pub(super) struct Im2colMethod;
@@ -52,15 +43,35 @@ impl Method for Im2colMethod {
     }
 
     fn prepare(&self, task: &Task<'_>, _: &Conv2dConfiguration) -> Found {
-        let product = Im2colGemm::new(task.stencil.clone(), task.isa, task.threads);
-        Ok(Some(Box::new(product)))
+        let (stencil, isa, threads) = (&task.stencil, task.isa, task.threads);
+        let Some(frames) = &stencil.frames else {
+            return Ok(Some(Box::new(Im2colGemm::new(stencil.clone(), 0, isa, threads)?)));
+        };
+        let mut parts = Vec::new();
+        for images in frames.ranges(stencil.n)? {
+            let dst_offset = images.start as isize * stencil.dst[0];
+            let stencil = Stencil { n: images.len(), dst_offset, ..stencil.clone() };
+            push(&mut parts, Im2colGemm::new(stencil, images.start, isa, threads)?)?;
+        }
+        Ok(Some(Box::new(Parts { parts })))
     }
+}
+
+/// What images read through a frame of the filter.
+#[derive(Clone, Debug)]
+struct Source {
+    stencil: Stencil,
+    /// The place of the first image, in the initial frames or in x.
+    offset: isize,
+    is_initial: bool,
 }
 
 /// A [`Stencil`] as a product, for one instruction set.
 #[derive(Clone, Debug)]
 struct Im2colGemm {
     stencil: Stencil,
+    /// What the images read through each frame of the filter; `None` for zeros.
+    sources: Vec<Option<Source>>,
     lanes: Lanes,
     blocking: Blocking,
     threads: usize,
@@ -69,7 +80,15 @@ struct Im2colGemm {
 }
 
 impl Im2colGemm {
-    fn new(stencil: Stencil, isa: Isa, threads: usize) -> Self {
+    /// The product of images that all read in the way of the one with the number `image`.
+    fn new(stencil: Stencil, image: usize, isa: Isa, threads: usize) -> Result<Self> {
+        let sources = stencil.sources(image).map(|source| {
+            source.map(|FrameSource { is_initial, offset, strides }| {
+                let stencil = Stencil { src: strides, ..stencil.clone() }.merged();
+                Source { stencil, offset, is_initial }
+            })
+        });
+        let sources = collected(sources)?;
         let stencil = stencil.merged();
         let (k, pixels, terms) = (stencil.k, stencil.pixels(), stencil.terms());
         let (_, nr) = tile_shape(isa);
@@ -88,7 +107,7 @@ impl Im2colGemm {
         };
         let is_merged = stencil.is_one_tap() && stencil.src[1] == 1;
         let blocking = ends_first(&stencil, lanes, is_merged, threads, make);
-        Im2colGemm { stencil, lanes, blocking, threads, is_merged }
+        Ok(Im2colGemm { stencil, sources, lanes, blocking, threads, is_merged })
     }
 
     fn packed_group_len(&self) -> usize {
@@ -100,6 +119,30 @@ impl Im2colGemm {
         self.threads.min(self.blocking.tasks() * self.stencil.groups) * self.blocking.scratch_len()
     }
 
+    fn run_staged(&self, packed: &[f32], staged: &mut Staged<'_>) {
+        let scratch = staged.scratch(self.scratch_len());
+        let Staged { dtype, src, initial, dst, epilogue, .. } = *staged;
+        let (plan, packed) = (self, packed.as_ptr());
+        // SAFETY: the stencil was made for these layouts; y is borrowed mutably; `Product` packs what the blocking gives
+        // it scratch memory for.
+        with_element!(dtype, T => unsafe {
+            let (src, initial) = (src.cast(), initial.cast());
+            let product = Product::<T> { plan, packed, src, initial, dst: dst.cast(), epilogue };
+            self.blocking.run(&product, self.stencil.groups, self.threads, scratch);
+        });
+    }
+
+    /// The parts of a range of terms that have one frame of the filter each: where the part starts in the range, its
+    /// terms in the frame, and the frame's source.
+    fn by_frames(
+        &self,
+        terms: Range<usize>,
+    ) -> impl Iterator<Item = (usize, Range<usize>, Option<&Source>)> {
+        let of_frame = self.stencil.frame_terms();
+        parts(of_frame, 1, terms)
+            .map(|(at, terms, frame, _)| (at, terms, self.sources[frame].as_ref()))
+    }
+
     /// The im2col matrix [group, term, pixel] as the product is given it, for checks.
     ///
     /// # Safety
@@ -108,7 +151,8 @@ impl Im2colGemm {
         let (stencil, b) = (&self.stencil, &self.blocking);
         let (pixels, terms) = (stencil.pixels(), stencil.terms());
         let (dst, packed) = (std::ptr::null_mut(), std::ptr::null());
-        let product = Product { plan: self, packed, src, dst, epilogue: Epilogue::NONE };
+        let initial = std::ptr::null();
+        let product = Product { plan: self, packed, src, initial, dst, epilogue: Epilogue::NONE };
         let mut scratch = filled(0.0, b.scratch_len())?;
         let mut matrix = filled(0.0, stencil.groups * terms * pixels)?;
         let (step, panel_width) = match self.lanes {
@@ -199,17 +243,7 @@ impl Prepared for Im2colGemm {
     }
 
     fn run(&self, packed: &[f32], run: Run<'_, '_>) {
-        let mut staged = Staged::new(run);
-        let scratch = staged.scratch(self.scratch_len());
-        let Staged { dtype, src, dst, epilogue, .. } = staged;
-        let (plan, packed) = (self, packed.as_ptr());
-        // SAFETY: the stencil was made for these layouts; y is borrowed mutably; `Product` packs what the blocking gives
-        // it scratch memory for.
-        with_element!(dtype, T => unsafe {
-            let product =
-                Product::<T> { plan, packed, src: src.cast(), dst: dst.cast(), epilogue };
-            self.blocking.run(&product, self.stencil.groups, self.threads, scratch);
-        });
+        self.run_staged(packed, &mut Staged::new(run));
     }
 
     fn im2col(&self, x: &TensorRef<'_>) -> Result<Option<Vec<f32>>> {
@@ -219,62 +253,11 @@ impl Prepared for Im2colGemm {
     }
 }
 
-/// The blocking with which the last thread is expected to end first, among those that `make` gives for at most so many
-/// channels and pixels. Each block of channels copies the pixels once more.
-fn ends_first(
-    stencil: &Stencil,
-    lanes: Lanes,
-    is_merged: bool,
-    threads: usize,
-    make: impl Fn([usize; 2]) -> Blocking,
-) -> Blocking {
-    let whole = make(BLOCK);
-    if threads == 1 {
-        return whole;
-    }
-    let read = if threads >= MANY_THREADS { READ[0] } else { READ[1] };
-    // Pixels share what their taps read, except for the distance between pixels.
-    let taps = stencil.rows.len() * stencil.cols.len();
-    let reads = stencil.c * taps.min(stencil.step[0] * stencil.step[1]);
-    let copies = if is_merged { 0.0 } else { COPY * stencil.terms() as f64 };
-    let terms = stencil.terms() as f64;
-    let by_operand = |[rows, cols]: [usize; 2]| match lanes {
-        Lanes::Pixels => [rows, cols],
-        Lanes::Channels => [cols, rows],
-    };
-    let time = |b: &Blocking| {
-        let [channels, pixels] = by_operand([b.mc.min(b.rows), b.nc]).map(|size| size as f64);
-        // Registers hold `nr` elements in two vectors, for each of which there is a product in a cycle.
-        let products = channels * pixels * terms / (RATE * b.nr as f64);
-        let task = products + read * channels * terms + pixels * (read * reads as f64 + copies);
-        let rounds = (b.tasks() * stencil.groups).div_ceil(threads) as f64;
-        (rounds + LATE) * (TASK + task)
-    };
-    let tile = by_operand([whole.mr, whole.nr]);
-    let sizes = [stencil.k, stencil.pixels()];
-    let parts = |operand: usize| {
-        let tiles = sizes[operand].div_ceil(tile[operand]).max(1);
-        let fewest = tiles.div_ceil((BLOCK[operand] / tile[operand]).max(1));
-        (fewest..=tiles.min(fewest + MORE_PARTS.min(2 * threads)))
-            .map(move |parts| tiles.div_ceil(parts) * tile[operand])
-    };
-    let mut best = (time(&whole), whole);
-    for pixels in parts(1) {
-        for channels in parts(0) {
-            let blocking = make([channels, pixels]);
-            let expected = time(&blocking);
-            if expected < best.0 {
-                best = (expected, blocking);
-            }
-        }
-    }
-    best.1
-}
-
 struct Product<'a, T> {
     plan: &'a Im2colGemm,
     packed: *const f32,
     src: *const T,
+    initial: *const T,
     dst: *mut T,
     epilogue: Epilogue,
 }
@@ -283,24 +266,28 @@ struct Product<'a, T> {
 unsafe impl<T> Sync for Product<'_, T> {}
 
 impl<T: SimdElement> Product<'_, T> {
-    fn src(&self, group: usize) -> *const T {
-        self.src.wrapping_offset(self.plan.stencil.src_group(group))
+    fn src(&self, group: usize, source: &Source) -> *const T {
+        let start = if source.is_initial { self.initial } else { self.src };
+        start.wrapping_offset(source.offset).wrapping_offset(source.stencil.src_group(group))
     }
 
     /// The first term of the first pixel and the distance of pixels, if they can be multiplied where they are.
     fn in_place(
         &self,
-        src: *const T,
+        group: usize,
         pixels: &Range<usize>,
         terms: &Range<usize>,
     ) -> Option<(*const f32, usize)> {
-        let Stencil { n, dst_size, src: strides, step, .. } = self.plan.stencil;
+        let [Some(source)] = &self.plan.sources[..] else { return None };
+        let Stencil { n, dst_size, src: strides, step, .. } = source.stencil;
         let row = strides[3].checked_mul(step[1] as isize)?;
         let is_plain = T::DTYPE == DType::F32 && self.plan.is_merged && n * dst_size[0] == 1;
+        let is_plain = is_plain && strides[1] == 1;
         let at = pixels.start as isize * row + terms.start as isize;
         // Pixels at such a distance displace each other from the first-level cache.
         let is_far = (row as usize).is_multiple_of(PAGE);
-        (is_plain && row > 0 && !is_far).then(|| (src.wrapping_offset(at).cast(), row as usize))
+        let src = self.src(group, source).wrapping_offset(at);
+        (is_plain && row > 0 && !is_far).then(|| (src.cast(), row as usize))
     }
 
     /// Start of the panel of packed filter channels that begins at `k`, at its first term, and the
@@ -328,13 +315,22 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
             }
             Lanes::Channels => {
                 let row = left_stride(terms.len());
-                let stencil = &self.plan.stencil;
-                let src = self.src(group);
-                if let Some((ptr, row)) = self.in_place(src, &rows, &terms) {
+                if let Some((ptr, row)) = self.in_place(group, &rows, &terms) {
                     // Of one panel the distance to the next may overflow, and is not used.
                     return Left { ptr, panel: mr.wrapping_mul(row), row, step: 1 };
                 }
-                dispatch(isa, PackRows { stencil, src, pixels: rows, terms, to: scratch, row });
+                for (at, terms, source) in self.plan.by_frames(terms) {
+                    let (to, room, pixels) = (scratch.wrapping_add(at), row - at, rows.clone());
+                    let Some(source) = source else {
+                        for pixel in 0..pixels.len() {
+                            // SAFETY: these terms of a pixel that was asked for.
+                            unsafe { std::ptr::write_bytes(to.add(pixel * row), 0, terms.len()) };
+                        }
+                        continue;
+                    };
+                    let (src, stencil) = (self.src(group, source), &source.stencil);
+                    dispatch(isa, PackRows { stencil, src, pixels, terms, to, row, room });
+                }
                 Left { ptr: scratch, panel: mr * row, row, step: 1 }
             }
         }
@@ -351,10 +347,24 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
         match self.plan.lanes {
             Lanes::Pixels => {
                 let panel = nr * terms.len();
-                let stencil = &self.plan.stencil;
-                let src = self.src(group);
-                let (width, row, to) = (nr, nr, scratch);
-                dispatch(isa, PackPanels { stencil, src, pixels: cols, terms, to, width, row });
+                for (at, terms, source) in self.plan.by_frames(terms) {
+                    let (to, pixels) = (scratch.wrapping_add(at * nr), cols.clone());
+                    let Some(source) = source else {
+                        for q in 0..pixels.len().div_ceil(nr) {
+                            // SAFETY: these terms of a panel that was asked for.
+                            unsafe {
+                                std::ptr::write_bytes(to.add(q * panel), 0, terms.len() * nr)
+                            };
+                        }
+                        continue;
+                    };
+                    let (src, stencil) = (self.src(group, source), &source.stencil);
+                    let (width, row) = (nr, nr);
+                    dispatch(
+                        isa,
+                        PackPanels { stencil, src, pixels, terms, to, width, row, panel },
+                    );
+                }
                 Right { ptr: scratch, panel }
             }
             Lanes::Channels => {
@@ -408,6 +418,7 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use super::blocking::BLOCK;
     use super::*;
     use crate::conv2d::{Conv2dParams, Conv2dSpec};
     use crate::{Layout, TensorDesc};
@@ -418,7 +429,7 @@ mod tests {
         let params = Conv2dParams { padding: [r / 2; 2], ..Default::default() };
         let spec = Conv2dSpec::new(TensorDesc::new(DType::F32, layout), w, &params).unwrap();
         let stencil = Stencil::forward(&spec, &spec.problem().unwrap()).unwrap();
-        Im2colGemm::new(stencil, Isa::best(), threads).blocking
+        Im2colGemm::new(stencil, 0, Isa::best(), threads).unwrap().blocking
     }
 
     /// Neither few pixels nor few channels leave threads without a block, and no block outgrows the caches.

@@ -1,0 +1,287 @@
+//! Errors, and results that are known without the oracle.
+
+use crate::cpu::Isa;
+use crate::*;
+
+fn f32s(shape: &[usize]) -> TensorDesc {
+    TensorDesc::contiguous(DType::F32, shape).unwrap()
+}
+
+fn specs(x: &[usize], w: &[usize], params: Conv3dParams) -> Result<Conv3dSpec> {
+    Conv3dSpec::new(f32s(x), f32s(w), &params)
+}
+
+fn message<T: std::fmt::Debug>(result: Result<T>) -> String {
+    result.unwrap_err().to_string()
+}
+
+#[test]
+fn wrong_specs_are_errors() {
+    let params = Conv3dParams::default();
+    let (x, w) = ([1, 4, 5, 6, 7], [8, 4, 3, 3, 3]);
+    assert!(specs(&x, &w, params).is_ok());
+    for (given, expected) in [
+        (specs(&x[1..], &w, params), "`x` has 4 dimensions, expected 5"),
+        (specs(&x, &w[1..], params), "`w` has 4 dimensions, expected 5"),
+        (specs(&x, &[8, 3, 3, 3, 3], params), "[k, 4, kt, r, s]: x has 4 channels in 1 groups"),
+        (specs(&x, &[8, 4, 0, 3, 3], params), "a filter of at least 1 x 1 x 1"),
+        (specs(&x, &[8, 4, 6, 3, 3], params), "covers at most 5 positions"),
+        (specs(&x, &w, params.with_stride([1, 0, 1])), "`stride` is [1, 0, 1]"),
+        (specs(&x, &w, params.with_dilation([0, 1, 1])), "`dilation` is [0, 1, 1]"),
+        (specs(&x, &w, params.with_groups(3)), "a divisor of 4 input and 8 output channels"),
+        (specs(&x, &w, params.with_padding([usize::MAX, 0, 0])), "padded input"),
+    ] {
+        let message = message(given);
+        assert!(message.contains(expected), "{message}");
+    }
+    let causal = params.with_time_padding(TimePadding::Causal);
+    let message_of = |spec: Conv3dSpec| message(spec.problem());
+    let given = message(specs(&x, &w, causal.with_padding([1, 1, 1])));
+    assert!(given.contains("expected 0 frames for a causal convolution"), "{given}");
+    let state = f32s(&[1, 4, 2, 6, 7]);
+    let spec = specs(&x, &w, params).unwrap().with_final_frames(state);
+    let given = message_of(spec);
+    assert!(given.contains("`final_frames`") && given.contains("causal"), "{given}");
+    let spec = specs(&x, &w, causal).unwrap();
+    assert!(spec.clone().with_initial_frames(state).with_final_frames(state).problem().is_ok());
+    for wrong in [f32s(&[1, 4, 1, 6, 7]), TensorDesc { dtype: DType::F16, ..state }] {
+        assert!(spec.clone().with_initial_frames(wrong).problem().is_err());
+    }
+    let layout = Layout::strided(&[1, 4, 2, 6, 7], &[0; 5]).unwrap();
+    let spec = spec.with_final_frames(TensorDesc { layout, ..state });
+    assert!(matches!(spec.problem(), Err(Error::OverlappingOutput { .. })));
+    let spec = specs(&x, &w, causal.with_stride([2, 1, 1])).unwrap();
+    assert!(spec.problem().is_ok());
+    let given = message_of(spec.with_initial_frames(state));
+    assert!(given.contains("a multiple of 2 frames, the stride, with initial_frames"), "{given}");
+    let mut spec = specs(&x, &w, params).unwrap();
+    spec.y = f32s(&[1, 8, 3, 4, 6]);
+    assert!(matches!(spec.problem(), Err(Error::Shape { arg: "y", .. })));
+    let spec = specs(&x, &w, params).unwrap().with_bias(f32s(&[7]));
+    assert!(matches!(spec.problem(), Err(Error::Shape { arg: "bias", .. })));
+}
+
+#[test]
+fn gpus_are_refused() {
+    let spec = specs(&[1, 4, 5, 6, 7], &[8, 4, 3, 3, 3], Conv3dParams::default()).unwrap();
+    for device in [Device::Cuda(0), Device::Hip(0)] {
+        let options = PlanOptions::default().with_device(device);
+        let error = Conv3dPlan::new(&spec, &options).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        assert!(error.to_string().contains("it is computed on the CPU only"), "{error}");
+        assert!(Conv3dPlan::algorithms(&spec, device).is_empty());
+    }
+}
+
+/// Tensors that do not agree with the spec, and too little memory, before anything is written.
+#[test]
+fn wrong_runs_are_errors() {
+    let spec = specs(&[1, 1, 2, 3, 3], &[1, 1, 2, 3, 3], Conv3dParams::default()).unwrap();
+    let plan = Conv3dPlan::new(&spec, &PlanOptions::default()).unwrap();
+    let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+    let (x, w, mut y) = ([1f32; 18], [1f32; 18], [7f32]);
+    let x = TensorRef::new(&x, &[1, 1, 2, 3, 3]).unwrap();
+    let w = TensorRef::new(&w, &[1, 1, 2, 3, 3]).unwrap();
+    let mut run = |args: &Conv3dArgs<'_>, workspace: &mut Workspace| {
+        plan.run(args, TensorMut::new(&mut y, &[1, 1, 1, 1, 1]).unwrap(), workspace)
+    };
+    let args = Conv3dArgs::new(x, w);
+    let bias = [1f32];
+    let bias = TensorRef::new(&bias, &[1]).unwrap();
+    let error = run(&args.with_bias(bias), &mut workspace);
+    assert!(matches!(error, Err(Error::Parameter { .. })), "{error:?}");
+    let narrow = x.narrow(2, 0..1).unwrap();
+    let error = run(&Conv3dArgs::new(narrow, w), &mut workspace);
+    assert!(matches!(error, Err(Error::Shape { arg: "x", .. })), "{error:?}");
+    if plan.workspace_bytes() > 0 {
+        let error = run(&args, &mut Workspace::empty());
+        assert!(matches!(error, Err(Error::WorkspaceTooSmall { .. })), "{error:?}");
+    }
+    assert_eq!(y, [7.0]);
+}
+
+/// One frame through the middle of a filter is conv2d, bit for bit, by every algorithm that both have.
+#[test]
+fn a_filter_of_one_frame_is_conv2d_of_its_frames() {
+    let x = verify::random_tensor(1, f32s(&[2, 20, 3, 9, 10]), -1.0, 1.0).unwrap();
+    let w = verify::random_tensor(2, f32s(&[24, 20, 1, 3, 3]), -1.0, 1.0).unwrap();
+    let params = Conv3dParams::default().with_padding([0, 1, 1]);
+    let spec = Conv3dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
+    let params = Conv2dParams::default().with_padding([1, 1]);
+    let options = PlanOptions::default();
+    for algorithm in Conv3dPlan::algorithms_on(&spec, Isa::best()).unwrap() {
+        let plan = Conv3dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+        let mut y = Tensor::uninitialised(spec.y).unwrap();
+        plan.run(&Conv3dArgs::new(x.as_ref(), w.as_ref()), y.as_mut(), &mut workspace).unwrap();
+        let y = y.to_vec::<f32>().unwrap();
+        let all = x.to_vec::<f32>().unwrap();
+        let w = w.as_slice::<f32>().unwrap();
+        let w = TensorRef::new(w, &[24, 20, 3, 3]).unwrap();
+        for (n, t) in (0..2).flat_map(|n| (0..3).map(move |t| (n, t))) {
+            let strides = Layout::strided(&[1, 20, 9, 10], &[0, 270, 10, 1]).unwrap();
+            let frame = TensorRef::strided(&all, n * 20 * 270 + t * 90, strides).unwrap();
+            let spec = Conv2dSpec::new(*frame.desc(), *w.desc(), &params).unwrap();
+            let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
+            let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+            let mut image = Tensor::uninitialised(spec.y).unwrap();
+            plan.run(&Conv2dArgs::new(frame, w), image.as_mut(), &mut workspace).unwrap();
+            for (i, &value) in image.to_vec::<f32>().unwrap().iter().enumerate() {
+                let (k, pixel) = (i / 90, i % 90);
+                assert_eq!(value, y[((n * 24 + k) * 3 + t) * 90 + pixel], "{algorithm} {n} {t}");
+            }
+        }
+    }
+}
+
+/// Results do not depend on the number of threads.
+#[test]
+fn any_number_of_threads_gives_the_same_bits() {
+    let x = verify::random_tensor(1, f32s(&[1, 40, 5, 13, 15]), -1.0, 1.0).unwrap();
+    let w = verify::random_tensor(2, f32s(&[70, 40, 3, 3, 3]), -1.0, 1.0).unwrap();
+    let params = Conv3dParams::default().with_padding([1, 1, 1]);
+    let spec = Conv3dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
+    for algorithm in Conv3dPlan::algorithms_on(&spec, Isa::best()).unwrap() {
+        let of = |threads| {
+            let options = PlanOptions::default().with_threads(std::num::NonZeroUsize::new(threads));
+            let plan = Conv3dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
+            let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+            let mut y = Tensor::uninitialised(spec.y).unwrap();
+            let args = Conv3dArgs::new(x.as_ref(), w.as_ref());
+            plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+            y.to_vec::<f32>().unwrap()
+        };
+        let one = of(1);
+        assert!([2, 3, 16].into_iter().all(|threads| of(threads) == one), "{algorithm}");
+    }
+}
+
+/// With `Verify::On` a run compares itself.
+#[test]
+fn runs_compare_themselves() {
+    let x = verify::random_tensor(1, f32s(&[2, 6, 4, 7, 8]), -1.0, 1.0).unwrap();
+    let w = verify::random_tensor(2, f32s(&[5, 6, 3, 3, 3]), -1.0, 1.0).unwrap();
+    let params = Conv3dParams::default().with_padding([1, 1, 1]);
+    let spec = Conv3dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
+    let options = PlanOptions::default().with_verify(Verify::On);
+    for algorithm in Conv3dPlan::algorithms_on(&spec, Isa::best()).unwrap() {
+        let plan = Conv3dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
+        assert!(
+            plan.explain().starts_with(&format!("conv3d by {algorithm}")),
+            "{}",
+            plan.explain()
+        );
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+        let mut y = Tensor::uninitialised(spec.y).unwrap();
+        let args = Conv3dArgs::new(x.as_ref(), w.as_ref());
+        plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+        let mut wrong = y.to_vec::<f32>().unwrap();
+        wrong[17] += 1.0;
+        let wrong = TensorRef::new(&wrong, spec.y.shape()).unwrap();
+        let [want, _] = plan.expected(&args, &w.as_ref().to_f64_vec().unwrap()).unwrap();
+        assert!(!want.compare(&wrong, plan.tolerance()).unwrap().passed());
+    }
+}
+
+/// A causal convolution in chunks of one to seven frames, with the state moved on in place, has the bits of the whole by
+/// every algorithm, and so has one that begins with its first frame repeated.
+#[test]
+fn chunks_have_the_bits_of_the_whole() {
+    for (layout, dtype, stride, dilation, time_padding) in [
+        ([0, 1, 2, 3, 4], DType::F32, 1, 1, TimePadding::Causal),
+        ([0, 2, 3, 4, 1], DType::F32, 1, 1, TimePadding::CausalRepeat),
+        ([0, 1, 2, 3, 4], DType::BF16, 1, 2, TimePadding::Causal),
+        ([0, 2, 3, 4, 1], DType::F16, 2, 1, TimePadding::Causal),
+        ([0, 1, 2, 3, 4], DType::F32, 2, 2, TimePadding::CausalRepeat),
+    ] {
+        let [n, c, t, h, w, k, kt] = [2, 20, 14, 7, 9, 24, 3];
+        let desc =
+            |shape: &[usize]| TensorDesc::new(dtype, Layout::with_order(shape, &layout).unwrap());
+        let x = verify::random_tensor(1, desc(&[n, c, t, h, w]), -1.0, 1.0).unwrap();
+        let filter = verify::random_tensor(2, desc(&[k, c, kt, 3, 3]), -0.5, 0.5).unwrap();
+        let params = Conv3dParams::default()
+            .with_padding([0, 1, 1])
+            .with_stride([stride, 1, 1])
+            .with_dilation([dilation, 1, 1])
+            .with_time_padding(time_padding);
+        let of = |spec: &Conv3dSpec, algorithm| {
+            let plan = Conv3dPlan::with_algorithm(spec, algorithm, &PlanOptions::default());
+            let plan = plan.unwrap();
+            let workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+            (plan, workspace)
+        };
+        let whole = Conv3dSpec::new(*x.desc(), *filter.desc(), &params).unwrap();
+        let algorithms = Conv3dPlan::algorithms_on(&whole, Isa::best()).unwrap();
+        assert!(algorithms.len() > 3, "{algorithms:?}");
+        for algorithm in algorithms {
+            let (plan, mut workspace) = of(&whole, algorithm);
+            let mut want = Tensor::uninitialised(whole.y).unwrap();
+            let args = Conv3dArgs::new(x.as_ref(), filter.as_ref());
+            plan.run(&args, want.as_mut(), &mut workspace).unwrap();
+            for chunk in [1, 2, 3, 4, 7].into_iter().filter(|chunk| chunk % stride == 0) {
+                let mut state = Tensor::zeros(dtype, &[n, c, (kt - 1) * dilation, h, w]).unwrap();
+                for first in (0..t).step_by(chunk) {
+                    let frames = first..(first + chunk).min(t);
+                    let x = x.as_ref().narrow(2, frames.clone()).unwrap();
+                    let spec = Conv3dSpec::new(*x.desc(), *filter.desc(), &params).unwrap();
+                    let begins = first == 0;
+                    let spec = spec
+                        .with_initial_frames((!begins).then_some(*state.desc()))
+                        .with_final_frames(*state.desc());
+                    let (plan, mut workspace) = of(&spec, algorithm);
+                    let mut y = Tensor::uninitialised(spec.y).unwrap();
+                    // The same memory for both.
+                    let start = state.as_ref().as_ptr().cast_mut();
+                    // SAFETY: the tensor's elements; both views are used in the run only.
+                    let initial =
+                        unsafe { TensorRef::from_raw(start.cast(), *state.desc(), Device::Cpu) };
+                    let args = Conv3dArgs::new(x, filter.as_ref())
+                        .with_initial_frames((!begins).then_some(initial));
+                    let outputs = Conv3dOutputs::new(y.as_mut()).with_final_frames(state.as_mut());
+                    plan.run(&args, outputs, &mut workspace).unwrap();
+                    let frames = frames.start / stride..frames.end.div_ceil(stride);
+                    let want = want.as_ref().narrow(2, frames).unwrap().to_f64_vec().unwrap();
+                    let got = y.as_ref().to_f64_vec().unwrap();
+                    assert!(got == want, "{algorithm} {dtype} chunk {chunk} at {first}");
+                }
+            }
+        }
+    }
+}
+
+/// Final frames that share memory with initial frames in another way, or with y, are refused.
+#[test]
+fn final_frames_are_apart_or_the_initial_frames() {
+    let params = Conv3dParams::default().with_time_padding(TimePadding::Causal);
+    let state = f32s(&[1, 1, 2, 1, 1]);
+    let spec = specs(&[1, 1, 4, 1, 1], &[1, 1, 3, 1, 1], params).unwrap();
+    let spec = spec.with_initial_frames(state).with_final_frames(state);
+    let plan = Conv3dPlan::new(&spec, &PlanOptions::default()).unwrap();
+    let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+    let (x, w, mut y) = ([1f32, 2.0, 3.0, 4.0], [100f32, 10.0, 1.0], [0f32; 4]);
+    let mut memory = [5f32, 6.0, 7.0];
+    let at = |first: usize, start: *mut f32| {
+        let start = start.wrapping_add(first);
+        // SAFETY: two elements of the memory, whose views are used in the run only.
+        let initial = unsafe { TensorRef::from_raw(start.cast(), state, Device::Cpu) };
+        Conv3dArgs::new(
+            TensorRef::new(&x, &[1, 1, 4, 1, 1]).unwrap(),
+            TensorRef::new(&w, &[1, 1, 3, 1, 1]).unwrap(),
+        )
+        .with_initial_frames(initial)
+    };
+    let start = memory.as_mut_ptr();
+    for (first, is_right) in [(1, false), (0, true)] {
+        // SAFETY: as above.
+        let last = unsafe { TensorMut::from_raw(start.cast(), state, Device::Cpu) }.unwrap();
+        let y = TensorMut::new(&mut y, &[1, 1, 4, 1, 1]).unwrap();
+        let outputs = Conv3dOutputs::new(y).with_final_frames(last);
+        let result = plan.run(&at(first, start), outputs, &mut workspace);
+        match is_right {
+            true => result.unwrap(),
+            false => assert!(matches!(result, Err(Error::Aliasing { .. })), "{result:?}"),
+        }
+    }
+    assert_eq!(y, [561.0, 612.0, 123.0, 234.0]);
+    assert_eq!(memory, [3.0, 4.0, 7.0]);
+}
