@@ -9,18 +9,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from windrow.torch._conv2d import accuracy_of
 from windrow.torch._filters import kept_with, unkept
 from windrow.torch.backend._constants import value
-from windrow.torch.backend._convolutions import Convolution
+from windrow.torch.backend._convolutions import Convolution, step_of
 from windrow.torch.backend._memory import Memory
 from windrow.torch.choice import budget, convolution
 from windrow.torch.choice.candidates import Conv
 from windrow.torch.choice.convolution import is_decided_for_pytorch, way
-from windrow.torch.choice.problem import Options, dense
+from windrow.torch.choice.gradients import Backward
+from windrow.torch.choice.problem import Options, can_be_ours, dense
 
 # The residual, which is a node or its stand-in, and the activation that `windrow::conv2d_fused` adds to a convolution;
 # None if `windrow::conv2d` computes it.
@@ -53,6 +55,41 @@ def is_pytorchs(
             return way(like, image, beside).is_pytorchs(in_graphs)
 
 
+def is_step_pytorchs(node: fx.Node, accuracy: str | None) -> bool:
+    """True if a convolution of a training graph, or the node of its gradients, is left to PyTorch: PyTorch computes the
+    convolution and its gradients faster, or Windrow gains too little. False for sizes that may change.
+
+    Both nodes get the same answer, because it is one about the whole step. The first of them measures it.
+    """
+    of, (x, weight, bias, dy), needs = step_of(node)
+    options, accuracy = Options(*of), accuracy_of(accuracy, x)
+    if not _is_known(x, weight, bias, dy, *options[:3]) or not can_be_ours(x, weight, bias):
+        return False
+    with _disable_current_modes(), torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
+        generator = torch.Generator(x.device).manual_seed(0)
+        image, filter, added, gradient = (_like(t, generator) for t in (x, weight, bias, dy))
+        assert image is not None and filter is not None and gradient is not None
+        for t, is_needed in zip((image, filter, added), needs, strict=True):
+            if t is not None:
+                t.requires_grad_(is_needed)
+        decided = lambda: convolution.is_pytorchs(image, filter, added, options, accuracy, is_frozen=False)
+        with torch.enable_grad():
+            is_left = decided()
+        if is_left is None:
+            with torch.no_grad():
+                way(Conv(filter, added, options, None, accuracy, unkept), image)
+                Backward(gradient, image, filter, added, options, accuracy).decided(needs)
+            with torch.enable_grad():
+                is_left = decided()
+        return bool(is_left)
+
+
+def _is_known(*of: Any) -> bool:
+    """True if no size or stride of these tensors and lists of numbers may change."""
+    sizes = [(*t.shape, *t.stride()) if isinstance(t, Tensor) else tree_leaves(t) for t in of if t is not None]
+    return all(isinstance(n, int) for part in sizes for n in part)
+
+
 def prepare(convs: Iterable[tuple[Convolution, After]], accuracy: str | None) -> None:
     """Compiles the kernels that decisions of these convolutions need, several at the same time."""
     given = [_given(conv, accuracy, after) for conv, after in convs]
@@ -65,8 +102,7 @@ def _given(conv: Convolution, accuracy: str | None, after: After) -> tuple[Conv,
     residual, activation = after or (None, None)
     x, weight, bias, beside = (value(node) for node in (conv.x, conv.weight, conv.bias, residual))
     options = Options(*conv.options, conv.output_padding)
-    sizes = [n for t in (x, weight, bias, beside) if t is not None for n in (*t.shape, *t.stride())]
-    if not all(isinstance(n, int) for n in [*sizes, *tree_leaves(options[:3])]):
+    if not _is_known(x, weight, bias, beside, *options[:3]):
         return None
     # If it does not lie as the result, it is copied, or the result is written where it lies alike: see `_concat`.
     beside = None if beside is None else dense(beside)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from windrow.torch.backend._check import Check
-from windrow.torch.backend._choice import is_pytorchs
+from windrow.torch.backend._choice import is_pytorchs, is_step_pytorchs
 from windrow.torch.backend._concat import concatenate_in_place, write_in_place
 from windrow.torch.backend._constants import Constants, ConstantsCache, Make, Run, value
 from windrow.torch.backend._convolutions import to_windrows
@@ -77,7 +77,8 @@ def _static_inputs() -> Sequence[int]:
 
 def _training(module: fx.GraphModule, options: Options) -> None:
     # Padding is folded for inference only: the backward graph may read the image with its zeros.
-    to_windrows(module.graph, options.accuracy, is_training=True)
+    are_left = lambda node: is_step_pytorchs(node, options.accuracy)
+    to_windrows(module.graph, options.accuracy, True, None, lambda conv: are_left(conv.node), are_left)
     module.recompile()
 
 

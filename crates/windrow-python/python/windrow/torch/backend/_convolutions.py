@@ -1,6 +1,6 @@
 """The convolutions in graphs of PyTorch's operators."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,10 @@ def to_windrows(
     is_training: bool,
     report: Report | None = None,
     is_left: Callable[[Convolution], bool] = lambda conv: False,
+    are_left: Callable[[fx.Node], bool] = lambda gradients: False,
 ) -> int:
-    """Replaces the remaining convolutions and their gradients by Windrow's operators, but for those that `is_left`
-    leaves. Returns their number."""
+    """Replaces the remaining convolutions and their gradients by Windrow's operators, but for those that `is_left` and
+    `are_left` leave. Returns their number."""
     changed = 0
     for conv in convolutions(graph):
         if conv.node.target is not _aten.convolution.default or LEFT in conv.node.meta:
@@ -131,7 +132,7 @@ def to_windrows(
             report.fused(name, "conv2d" if conv.output_padding is None else "conv_transpose2d")
     for node in [*graph.nodes]:
         if node.target is _aten.convolution_backward.default and is_ours(node.args[1], node.args[2], None):
-            changed += _gradients(graph, node, accuracy)
+            changed += not are_left(node) and _gradients(graph, node, accuracy)
     graph.eliminate_dead_code()
     if report is not None:
         for node in graph.nodes:
@@ -155,6 +156,21 @@ def _gradients(graph: fx.Graph, node: fx.Node, accuracy: str | None) -> bool:
     rest = (stride, padding, dilation, groups, output_padding, accuracy_of(accuracy, value(x)), FASTEST, [*mask])
     new = called(graph, node, OPERATORS.conv2d_backward.default, dy, x, weight, bias, *rest)
     return replaced(node, new)
+
+
+def step_of(node: fx.Node) -> tuple[Any, tuple[Any, ...], list[bool]]:
+    """What a step of training computes of a convolution, given its node or that of its gradients: the options as Windrow's
+    operators take them; stand-ins for image, filter, bias and the result's gradient; and which gradients of the first
+    three are needed. A convolution is taken to need all, but that of an input of the graph."""
+    if node.target is _aten.convolution.default:
+        x, weight, bias, *options = node.args
+        given = value(x), value(weight), value(bias), value(node)
+        needs = [x.op != "placeholder", True, bias is not None]  # type: ignore[union-attr]
+    else:
+        dy, x, weight, sizes, *options, mask = node.args
+        given = value(x), value(weight), value(dy).new_empty(sizes) if mask[2] else None, value(dy)  # type: ignore[index]
+        needs = [*mask]  # type: ignore[misc]
+    return _options(value(x).dim(), *options), given, needs
 
 
 def called(graph: fx.Graph, before: fx.Node, operator: Any, *args: Any, **kwargs: Any) -> fx.Node:
