@@ -41,7 +41,7 @@ def whole(dim, tokens):
     xs = rotating((1, tokens, dim), torch.bfloat16, traffic)
     weight, bias, out = torch.randn(dim, WIDTH, **LIKE), torch.randn(dim, **LIKE), torch.empty_like(xs[0])
     ours = lambda i, **more: causal_conv1d_fn(xs[i].transpose(1, 2), weight, bias, activation="silu", **more)
-    parts = lambda y: [part.contiguous() for part in y.transpose(1, 2).split(split, 2)]
+    parts = lambda y: [part.contiguous().transpose(1, 2) for part in y.transpose(1, 2).split(split, 2)]
 
     def theirs(i):
         y = F.conv1d(xs[i].transpose(1, 2), weight[:, None], bias, padding=WIDTH - 1, groups=dim)

@@ -57,13 +57,16 @@ def is_pytorchs(
 
 def is_step_pytorchs(node: fx.Node, accuracy: str | None) -> bool:
     """True if a convolution of a training graph, or the node of its gradients, is left to PyTorch: PyTorch computes the
-    convolution and its gradients faster, or Windrow gains too little. False for sizes that may change.
+    convolution and its gradients faster, or Windrow gains too little. Both nodes get the same answer, because it is one
+    about the whole step. The first of them measures it.
 
-    Both nodes get the same answer, because it is one about the whole step. The first of them measures it.
+    False for sizes that may change, and for strict f32. There Windrow is faster in most layers, and each call decides,
+    when it is known how much memory there is.
     """
     of, (x, weight, bias, dy), needs = step_of(node)
     options, accuracy = Options(*of), accuracy_of(accuracy, x)
-    if not _is_known(x, weight, bias, dy, *options[:3]) or not can_be_ours(x, weight, bias):
+    is_strict = x.dtype == torch.float32 and accuracy != "tf32"
+    if is_strict or not _is_known(x, weight, bias, dy, *options[:3]) or not can_be_ours(x, weight, bias):
         return False
     with _disable_current_modes(), torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
         generator = torch.Generator(x.device).manual_seed(0)
