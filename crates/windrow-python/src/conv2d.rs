@@ -45,7 +45,9 @@ impl Pair<'_> {
         match self {
             Pair::Both(n) => Ok([n, n]),
             Pair::Each(n) => Ok(n),
-            Pair::Other(given) => Err(no_number(arg, &given, "an int, or one for each direction")),
+            Pair::Other(given) => {
+                Err(no_number(arg, &given, "an int, or one for each direction", 2))
+            }
         }
     }
 
@@ -54,17 +56,23 @@ impl Pair<'_> {
         let given = match self {
             Pair::Both(n) => return Ok(n),
             Pair::Each(n) => n.into_pyobject(py)?,
-            Pair::Other(given) => return Err(no_number(arg, &given, "an int")),
+            Pair::Other(given) => return Err(no_number(arg, &given, "an int", 2)),
         };
-        Err(no_number(arg, &given, "an int"))
+        Err(no_number(arg, &given, "an int", 2))
     }
 }
 
-fn no_number(arg: &str, given: &Bound<'_, PyAny>, expected: &str) -> PyErr {
+/// The error for what is neither a number nor one for each of so many directions.
+pub(crate) fn no_number(
+    arg: &str,
+    given: &Bound<'_, PyAny>,
+    expected: &str,
+    directions: usize,
+) -> PyErr {
     let shown = given.repr().map(|r| r.to_string()).unwrap_or_default();
     let is_int = |value: &Bound<'_, PyAny>| value.is_instance_of::<PyInt>();
     let items = given.extract::<Vec<Bound<'_, PyAny>>>().unwrap_or_default();
-    if is_int(given) || (items.len() == 2 && items.iter().all(is_int)) {
+    if is_int(given) || (items.len() == directions && items.iter().all(is_int)) {
         let expected = if shown.contains('-') { "no negative number" } else { "a smaller number" };
         return PyValueError::new_err(format!("`{arg}` is {shown}, expected {expected}"));
     }

@@ -11,6 +11,7 @@ mod conv2d_ahead;
 mod conv2d_call;
 mod conv2d_gradients;
 mod conv2d_sequence;
+mod conv3d;
 mod dlpack;
 mod error;
 mod gelu;
@@ -50,6 +51,8 @@ mod _native {
     };
     #[pymodule_export]
     use super::conv2d_sequence::Conv2dSequence;
+    #[pymodule_export]
+    use super::conv3d::conv3d;
     #[pymodule_export]
     use super::error::NotInPlace;
     #[pymodule_export]

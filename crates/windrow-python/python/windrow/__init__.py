@@ -21,6 +21,7 @@ from windrow._native import (  # noqa: E402
     causal_conv1d,
     causal_conv1d_update,
     conv2d,
+    conv3d,
     gelu,
 )
 
@@ -32,5 +33,6 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "conv2d",
+    "conv3d",
     "gelu",
 ]

@@ -192,6 +192,41 @@ def conv2d(
     compute this case).
     """
 
+def conv3d(
+    x: A,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    time_padding: str | None = "zeros",
+    initial_frames: Array | None = None,
+    final_frames: Array | None = None,
+    residual: Array | None = None,
+    activation: Activation | None = None,
+    accuracy: Accuracy | None = None,
+    algorithm: str | None = None,
+    out: A | None = None,
+    filters: tuple[FilterCache, bool] | None = None,
+) -> A:
+    """Three-dimensional convolution on the CPU, by Winograd if filter and stride allow it and the error stays within
+    `accuracy` (default "fp32").
+
+    x: [n, c, t, h, w], f32, f16 or bf16, any strides; the result [n, k, ot, oh, ow] is channels-last if x
+    is. weight: [k, c / groups, kt, r, s] of x's type; bias: [k], f32 or x's type.
+    stride, padding, dilation: a number for all directions, or three numbers (frames, rows, columns).
+    time_padding: "zeros"; "causal", which reads the (kt - 1) * dilation frames before the first one, zeros without
+    initial_frames; or "causal_repeat", with the first frame in place of zeros.
+    initial_frames: the frames before the first one, [n, c, (kt - 1) * dilation, h, w]. final_frames: an array of this
+    shape, which the frames after the last one would follow; it is written, and may be initial_frames.
+    residual, activation, accuracy, algorithm and out: as for `conv2d`.
+
+    Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
+    compute this case, or arrays on a GPU).
+    """
+
 def conv2d_backward(
     dy: A,
     x: A,

@@ -16,11 +16,12 @@ pytestmark = pytest.mark.usefixtures("nothing_decided")
 def laid_out(generator, *shape):
     """A tensor in some layout: rows of it, in channels-last by each of two ways, any order, with gaps."""
     kind = generator.choice(["plain", "last", "last", "any", "gaps"])
-    if kind == "plain" or (kind == "last" and len(shape) != 4):
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
+    if kind == "plain" or (kind == "last" and last is None):
         return torch.randn(shape)
     if kind == "last":
         # One channel has other strides by `to` than by `contiguous`.
-        return torch.randn(shape).to(memory_format=torch.channels_last)
+        return torch.randn(shape).to(memory_format=last)
     order = generator.sample(range(len(shape)), len(shape))
     sizes = [shape[d] + (kind == "gaps") * generator.choice([0, 1]) for d in order]
     given = torch.randn(sizes)[tuple(slice(0, shape[d]) for d in order)]
@@ -63,6 +64,14 @@ def cases(g):
                     out, beside = (t[:, 1 : 1 + k] for t in wide)
                     residual = g.choice([None, beside])
                     yield "conv2d_into", (x, weight, bias, residual, *options, groups, "silu", None, out)
+    groups, frames = g.choice([1, 2]), g.choice([1, 2])
+    x = laid_out(g, g.choice([1, 2]), groups * g.choice([1, 3]), 3, 4, 4)
+    weight = laid_out(g, groups * g.choice([1, 2]), x.shape[1] // groups, frames, 2, 2)
+    given = (x, weight, g.choice([None, torch.randn(weight.shape[0])]))
+    options = ([g.choice([1, 2])] * 3, [0, 1, 1], [1, 1, 1], groups)
+    yield "conv3d", (*given, *options, "relu", None, None, g.choice(["kept", "changing"]))
+    y = torch.ops.windrow.conv3d(*given, *options, None, None, None, "changing")
+    yield "conv3d_backward", (laid_out(g, *y.shape), *given, *options, [True, True, given[2] is not None])
     n, l, d, width = g.choice([1, 2]), g.choice([1, 5]), g.choice([1, 3]), g.choice([1, 2, 4])
     shape = g.choice([(l, d), (n, l, d)])
     x, gate = laid_out(g, *shape), laid_out(g, *shape)

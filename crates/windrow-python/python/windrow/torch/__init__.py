@@ -11,6 +11,7 @@ from windrow.torch._causal_conv1d import (
     causal_conv1d_varlen_states,
 )
 from windrow.torch._conv2d import conv1d, conv2d, conv_transpose1d, conv_transpose2d
+from windrow.torch._conv3d import conv3d
 from windrow.torch._gelu import GELU, gelu
 from windrow.torch._modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from windrow.torch._optimize import OptimizeReport, optimize
@@ -49,6 +50,7 @@ __all__ = [
     "causal_conv1d_varlen_states",
     "conv1d",
     "conv2d",
+    "conv3d",
     "conv_transpose1d",
     "conv_transpose2d",
     "decide",

@@ -56,7 +56,7 @@ class Backward:
         theirs = self._by_pytorch(others)
         like = (self.x, self.weight, self.bias)
         return [
-            _laid_out_like(t, g) if other else m for m, g, t, other in zip(grads, theirs, like, others, strict=True)
+            laid_out_like(t, g) if other else m for m, g, t, other in zip(grads, theirs, like, others, strict=True)
         ]
 
     def _by_pytorch(self, needs: list[bool]) -> Sequence[Any]:
@@ -79,7 +79,7 @@ class Backward:
         over = [d for d in range(dy.dim()) if d != 1]
         dbias = dy.sum(over, dtype=bias.dtype) if needs[2] and bias is not None else None
         dx, dweight = as_line(dx, x), as_line(dweight, x)
-        return [None if dx is None else _laid_out_like(x, dx), dweight, dbias]
+        return [None if dx is None else laid_out_like(x, dx), dweight, dbias]
 
     def _question(self, what: str, key: problem.Key, needs: Three) -> Question:
         def ours(_: Any) -> Iterator[Candidate]:
@@ -140,7 +140,7 @@ def _mine(needs: Three, of_input: bool, of_filter: bool) -> Three:
     return needs[0] and of_input, needs[1] and rest, needs[2] and rest
 
 
-def _laid_out_like(t: Tensor | None, gradient: Tensor) -> Tensor:
+def laid_out_like(t: Tensor | None, gradient: Tensor) -> Tensor:
     """The gradient with the strides of `empty_like(t)`."""
     if t is None or gradient.stride() == t.stride():
         return gradient

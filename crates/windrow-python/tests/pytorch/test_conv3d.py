@@ -1,0 +1,158 @@
+"""`windrow.conv3d` and `windrow.torch.conv3d` against PyTorch in f64."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import windrow
+import windrow.torch
+from common import ACTIVATIONS
+from problems import DTYPES, SMALLEST, UNIT, Random, U
+from torch import Tensor
+
+PROBLEMS = int(os.environ.get("WINDROW_TEST_PROBLEMS", 200))
+# The error of Winograd's largest tile, relative to the scale of its tile.
+WINOGRAD = 2e-5
+
+
+def bound(x: Tensor, weight: Tensor, bias: Tensor | None, options: dict, want: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far roundings can move the sums: those of f32, those of Winograd's tiles, which mix the pixels that they read,
+    and that of the result."""
+    bias = None if bias is None else bias.abs()
+    scale = F.conv3d(x.abs(), weight.abs(), bias, **options)
+    terms = weight[0].numel() + 4
+    error = terms * U * scale + UNIT[dtype] * want.abs() + SMALLEST[dtype]
+    if list(weight.shape[3:]) == [3, 3] and options["groups"] == 1 and x.numel():
+        near = F.max_pool3d(x.abs(), (1, 15, 15), stride=1, padding=(0, 7, 7))
+        error = error + WINOGRAD * F.conv3d(near, weight.abs().amax((3, 4), True).expand_as(weight), None, **options) * 9
+    return error
+
+
+def problem(r: Random) -> tuple[list[Tensor | None], dict, str | None]:
+    dtype = r.choose("dtype", DTYPES)
+    groups = r.choose("groups", [1, 2, 3], [6, 1, 1])
+    n, c, k = r.choose("n", [1, 2]), r.choose("c", [1, 2, 3, 8, 20, 40]), r.choose("k", [1, 3, 8, 16, 33])
+    filter = r.choose("filter", [[3, 3, 3], [1 + r.below(3), 3, 3], [3, 1, 1], [1 + r.below(4) for _ in "thw"]])
+    stride = r.choose("stride", [[1, 1, 1], [1 + r.below(3) for _ in "thw"]], [2, 1])
+    dilation = r.choose("dilation", [[1, 1, 1], [1 + r.below(2) for _ in "thw"]], [2, 1])
+    padding = [r.below(3) for _ in "thw"]
+    spans = [(f - 1) * d + 1 for f, d in zip(filter, dilation, strict=True)]
+    least = [max(1, span - 2 * p) for span, p in zip(spans, padding, strict=True)]
+    size = [m + r.below(more) for m, more in zip(least, (4, 9, 14), strict=True)]
+    r.chosen |= {"padding": padding, "size": size}
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    x = r.tensor("x", [n, c * groups, *size], dtype)
+    weight = r.tensor("weight", [k * groups, c, *filter], dtype)
+    bias = r.tensor("bias", [k * groups], dtype) if r.maybe("with bias") else None
+    return [x, weight, bias], options, r.choose("activation", list(ACTIVATIONS), [4] + [1] * (len(ACTIVATIONS) - 1))
+
+
+def test_random_problems_agree_with_f64() -> None:
+    for seed in range(PROBLEMS):
+        r = Random(seed, "cpu")
+        tensors, options, activation = problem(r)
+        wide = [None if t is None else t.double() for t in tensors]
+        want = F.conv3d(*wide, **options)
+        error = bound(*wide, options, want, tensors[0].dtype)
+        y = windrow.torch.conv3d(*tensors, **options)
+        assert y.dtype == tensors[0].dtype and y.shape == want.shape
+        wrong = (y.double() - want).abs() > error
+        assert not wrong.any(), f"{seed}: {r.chosen}, {int(wrong.sum())} of {wrong.numel()}"
+        if activation is not None:
+            got = windrow.torch.conv3d(*tensors, **options, activation=activation)
+            act = ACTIVATIONS[activation]
+            # The steepest slope is below 1.13; the activation's own roundings are a few units of f32 and one of the type.
+            near = 1.2 * error + (16 * U + UNIT[tensors[0].dtype]) * want.abs() + 1e-6
+            assert ((got.double() - act(want)).abs() <= near).all(), f"{seed}: {activation} {r.chosen}"
+
+
+def test_gradients_agree_with_f64() -> None:
+    for seed in range(PROBLEMS // 4):
+        r = Random(seed, "cpu")
+        tensors, options, _ = problem(r)
+        given = [None if t is None else t.detach().requires_grad_() for t in tensors]
+        wide = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+        y = windrow.torch.conv3d(*given, **options)
+        dy = torch.randn(y.shape, generator=r.generator).to(y.dtype)
+        (F.conv3d(*wide, **options) * dy.double()).sum().backward()
+        y.backward(dy)
+        sizes = [None if t is None else t.detach().double().abs().requires_grad_() for t in tensors]
+        (F.conv3d(*sizes, **options) * dy.double().abs()).sum().backward()
+        for got, want, scale in zip(given, wide, sizes, strict=True):
+            if got is not None:
+                terms = dy.numel() + tensors[1].numel()
+                error = terms * U * scale.grad + UNIT[got.dtype] * want.grad.abs() + SMALLEST[got.dtype]
+                assert got.grad.dtype == got.dtype
+                assert ((got.grad.double() - want.grad).abs() <= error).all(), f"{seed}: {r.chosen}"
+
+
+def test_filter_gradients_of_many_videos_are_summed_in_f32() -> None:
+    x = torch.ones(4096, 1, 1, 1, 1, dtype=torch.bfloat16)
+    weight = torch.ones(1, 1, 1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    windrow.torch.conv3d(x, weight).sum().backward()
+    assert weight.grad.item() == 4096
+
+
+def test_layouts_and_forms_of_arguments() -> None:
+    x, weight = torch.randn(2, 8, 3, 6, 7), torch.randn(16, 8, 3, 3, 3)
+    want = F.conv3d(x, weight, padding=1)
+    torch.testing.assert_close(windrow.torch.conv3d(x, weight, padding=1), want, atol=1e-3, rtol=1e-3)
+    same = windrow.torch.conv3d(x, weight, padding="same")
+    torch.testing.assert_close(same, want, atol=1e-3, rtol=1e-3)
+    last = windrow.torch.conv3d(x.to(memory_format=torch.channels_last_3d), weight, padding=(1, 1, 1))
+    assert last.is_contiguous(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(last, want, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(windrow.torch.conv3d(x[0], weight, padding=1), want[0], atol=1e-3, rtol=1e-3)
+    y = windrow.conv3d(x.numpy(), weight.numpy(), padding=[1, 1, 1])
+    np.testing.assert_allclose(y, want.numpy(), atol=1e-3, rtol=1e-3)
+
+
+def test_autocast_and_compiled_graphs() -> None:
+    x, weight = torch.randn(1, 8, 3, 6, 7), torch.randn(16, 8, 3, 3, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert windrow.torch.conv3d(x, weight, padding=1).dtype == torch.bfloat16
+    function = lambda x: windrow.torch.conv3d(x, weight, padding=1, activation="relu") * 2
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), function(x))
+
+
+def test_kept_filters_follow_their_values() -> None:
+    x, weight = torch.randn(1, 8, 3, 6, 7), torch.nn.Parameter(torch.randn(16, 8, 3, 3, 3))
+    with torch.no_grad():
+        first = windrow.torch.conv3d(x, weight)
+        weight.mul_(2)
+        torch.testing.assert_close(windrow.torch.conv3d(x, weight), 2 * first)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7])
+def test_chunks_have_the_bits_of_the_whole(chunk: int) -> None:
+    x, weight = torch.randn(2, 12, 7, 6, 7), torch.randn(16, 12, 3, 3, 3)
+    options = {"padding": [0, 1, 1], "time_padding": "causal", "algorithm": "winograd_gemm_f4"}
+    whole = windrow.conv3d(x, weight, **options)
+    padded = F.pad(x, (0, 0, 0, 0, 2, 0))
+    torch.testing.assert_close(whole, F.conv3d(padded, weight, padding=[0, 1, 1]), atol=1e-3, rtol=1e-3)
+    state, parts = torch.zeros(2, 12, 2, 6, 7), []
+    for frames in x.split(chunk, 2):
+        parts.append(windrow.conv3d(frames, weight, initial_frames=state, final_frames=state, **options))
+    assert torch.equal(torch.cat(parts, 2), whole)
+    assert torch.equal(state, x[:, :, -2:])
+
+
+def test_errors() -> None:
+    x, weight = torch.randn(1, 8, 3, 6, 7), torch.randn(16, 8, 3, 3, 3)
+    with pytest.raises(ValueError, match="`weight`|`w`"):
+        windrow.torch.conv3d(x, weight[:, :7])
+    with pytest.raises(ValueError, match="stride"):
+        windrow.torch.conv3d(x, weight, stride=0)
+    with pytest.raises(ValueError, match="expected an int, or one for each direction"):
+        windrow.conv3d(x, weight, stride=[1, 1])
+    with pytest.raises(TypeError):
+        windrow.torch.conv3d(x.double(), weight.double())
+    with pytest.raises(ValueError, match="causal"):
+        windrow.conv3d(x, weight, initial_frames=x[:, :, :2])
+    with pytest.raises(ValueError, match="time_padding"):
+        windrow.conv3d(x, weight, time_padding="before")
+    with pytest.raises(ValueError, match="algorithm"):
+        windrow.torch.conv3d(x, weight, algorithm="unknown")
