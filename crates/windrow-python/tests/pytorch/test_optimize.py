@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from common import TOLERANCE, each_device, leaf, normal
 from torch import nn
-from windrow.torch import _fused, _sequence, optimize
-from windrow.torch._known import OLDEST
+from windrow.torch import _fused, _known, _sequence, optimize
 from windrow.torch.choice import policy, store
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
@@ -378,7 +377,7 @@ def test_modules_behind_a_graph_break_are_named(ours):
 
 
 FACTOR = 2
-IS_SHORT = torch.__version__ >= OLDEST
+IS_SHORT = torch.__version__ >= _known.OLDEST
 
 
 class Reads(nn.Module):
@@ -516,3 +515,13 @@ def test_frozen_is_not_stale(ours):
         made_there.encoder[0].weight.mul_(2)
         want = made_there.decoder(F.relu(made_there.encoder[1](made_there.encoder[0](x))))
         torch.testing.assert_close(made_there(x), want, rtol=1e-4, atol=1e-4)
+
+
+def test_calls_that_cannot_be_kept_do_not_look_at_all_parameters(monkeypatch):
+    monkeypatch.setattr(_known, "OLDEST", (99,))
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), torch.randn(1, 3, 8, 8)
+    fast = optimize(model)
+    with torch.no_grad():
+        fast(x)
+        monkeypatch.setattr(_known, "_tensors", lambda module: pytest.fail("looked"))
+        torch.testing.assert_close(fast(x), model(x))

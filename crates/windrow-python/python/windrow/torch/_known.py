@@ -192,12 +192,14 @@ class Calls:
         if len(ran) != 1 or key is None or any(_OF_ALL_MODULES) or self._changes > self._short + _CHANGES:
             return
         graph, found, given, results = ran[0]
+        pick = _picked(result, results)
+        # Before anything that looks at all modules: calls that are not kept come here each time.
+        if graph.kept is None or pick is None:
+            return
         images = {id(t): i for i, t in enumerate(args) if isinstance(t, Tensor)}
         places = [(i, images[id(t)]) for i, t in enumerate(given) if id(t) in images]
-        is_plain = len({arg for _, arg in places}) == len(places)
-        is_plain = is_plain and images.keys().isdisjoint(map(id, _tensors(module)))
-        pick = _picked(result, results)
-        if graph.kept is not None and is_plain and pick is not None and len(images) == sum(map(_is_tensor, args)):
+        is_plain = len({arg for _, arg in places}) == len(places) and len(images) == sum(map(_is_tensor, args))
+        if is_plain and images.keys().isdisjoint(map(id, _tensors(module))):
             self._known[key] = self._kept(module, graph.kept, found, given, places, pick)
 
     def _kept(self, module: nn.Module, kept: _Kept, found: Any, given: list[Any], places: Any, pick: Any) -> _Known:
