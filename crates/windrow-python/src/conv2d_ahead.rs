@@ -7,6 +7,7 @@ use crate::dlpack::DLDataType;
 use crate::error::IntoPy;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
+use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use windrow::{Conv2dPlan, Conv2dSpec, Device, Filter, Layout, PlanOptions, TensorDesc};
@@ -79,7 +80,8 @@ impl Task {
     }
 }
 
-/// Makes the plans that `conv2d` would make for these convolutions, on up to `threads` threads.
+/// Makes the plans that `conv2d` would make for these convolutions, on up to `threads` threads, and no more than this
+/// process has CPUs.
 ///
 /// Returns an error's message for each convolution that has no plan, otherwise None.
 #[pyfunction]
@@ -128,8 +130,10 @@ fn all(tasks: &[Task], threads: usize) -> Vec<windrow::Result<Option<Conv2dPlan>
             outcomes.lock().unwrap_or_else(PoisonError::into_inner).push(outcome);
         }
     };
+    // A container's limit counts, too.
+    let cpus = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     std::thread::scope(|scope| {
-        for _ in 1..threads.min(tasks.len()) {
+        for _ in 1..threads.min(cpus).min(tasks.len()) {
             scope.spawn(work);
         }
         work();

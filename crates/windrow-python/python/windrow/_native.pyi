@@ -292,10 +292,11 @@ def conv2d_bytes(
     """The bytes that `conv2d` needs in addition to its tensors: for the packed filter, and for the rest."""
 
 def conv2d_prepare(convolutions: list[dict[str, Any]], threads: int) -> list[str | None]:
-    """Makes the plans of `conv2d` for these convolutions, several at a time. Each is described by `device`, `dtype`, `x`
-    and `weight` (shape and strides), `has_bias`, `residual`, `named` (options), `is_kept`, `unless` (no plan is made
-    if one of these algorithms is chosen), and `much` (if the packed filter has more bytes, the plan that packs on each
-    call is made, too). Returns an error's message for each convolution without a plan, otherwise None."""
+    """Makes the plans of `conv2d` for these convolutions, at most `threads` at a time and one for each CPU. Each is
+    described by `device`, `dtype`, `x` and `weight` (shape and strides), `has_bias`, `residual`, `named` (options),
+    `is_kept`, `unless` (no plan is made if one of these algorithms is chosen), and `much` (if the packed filter has more
+    bytes, the plan that packs on each call is made, too). Returns an error's message for each convolution without a plan,
+    otherwise None."""
 
 def conv2d_backward_bytes(
     dy: Array,

@@ -1,6 +1,5 @@
 """The choice of the implementation for a convolution call."""
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,7 +106,7 @@ def prepare(convolutions: Iterable[tuple[Conv, Tensor, Tensor | None]]) -> None:
         for described in _described(*of):
             wanted.setdefault(repr(described), described)
     if wanted and not any(is_captured(torch.device(d["device"])) for d in wanted.values()):
-        _native.conv2d_prepare([*wanted.values()], min(_THREADS, os.cpu_count() or 1))
+        _native.conv2d_prepare([*wanted.values()], _THREADS)
 
 
 def compiles(device: torch.device) -> bool:
