@@ -70,8 +70,8 @@ def is_step_pytorchs(node: fx.Node, accuracy: str | None) -> bool:
         return False
     with _disable_current_modes(), torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
         generator = torch.Generator(x.device).manual_seed(0)
-        image, filter, added, gradient = (_like(t, generator) for t in (x, weight, bias, dy))
-        assert image is not None and filter is not None and gradient is not None
+        image, filter, added = (_like(t, generator) for t in (x, weight, bias))
+        assert image is not None and filter is not None
         for t, is_needed in zip((image, filter, added), needs, strict=True):
             if t is not None:
                 t.requires_grad_(is_needed)
@@ -79,6 +79,8 @@ def is_step_pytorchs(node: fx.Node, accuracy: str | None) -> bool:
         with torch.enable_grad():
             is_left = decided()
         if is_left is None:
+            gradient = _like(dy, generator)
+            assert gradient is not None
             with torch.no_grad():
                 way(Conv(filter, added, options, None, accuracy, unkept), image)
                 Backward(gradient, image, filter, added, options, accuracy).decided(needs)

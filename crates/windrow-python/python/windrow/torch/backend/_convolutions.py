@@ -1,6 +1,6 @@
 """The convolutions in graphs of PyTorch's operators."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
