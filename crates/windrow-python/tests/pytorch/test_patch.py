@@ -34,7 +34,8 @@ def test_patch():
             "depthwise": nn.Conv2d(8, 8, 3, groups=8),
             "up": nn.ConvTranspose2d(8, 8, 2, stride=2),
             "line": nn.Conv1d(8, 8, 3, groups=8),
-            "volume": nn.Conv3d(8, 8, 2),
+            "video": nn.Conv3d(8, 8, 2),
+            "volume": nn.ConvTranspose3d(8, 8, 2),
         }
     )
     x = leaf(1, 8, 9, 9, grad=False)
@@ -42,7 +43,7 @@ def test_patch():
     weight = shared.weight
     report = patch(model)
     assert report.model is model
-    assert list(report.swapped) == ["stem", "body.0", "body.1", "down", "depthwise", "up", "line"]
+    assert list(report.swapped) == ["stem", "body.0", "body.1", "down", "depthwise", "up", "line", "video"]
     assert list(report.left) == ["volume"]
     assert "swapped body.0: Conv2d(8, 8" in str(report) and "left volume: torch.nn.modules" in str(report)
     assert "swapped up: ConvTranspose2d(8, 8" in str(report) and "swapped line: Conv1d(8, 8" in str(report)

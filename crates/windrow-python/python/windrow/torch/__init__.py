@@ -13,7 +13,7 @@ from windrow.torch._causal_conv1d import (
 from windrow.torch._conv2d import conv1d, conv2d, conv_transpose1d, conv_transpose2d
 from windrow.torch._conv3d import conv3d
 from windrow.torch._gelu import GELU, gelu
-from windrow.torch._modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
+from windrow.torch._modules import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d
 from windrow.torch._optimize import OptimizeReport, optimize
 from windrow.torch._patch import PatchReport, freeze, patch, patched, unfreeze, unpatch
 from windrow.torch.choice import (
@@ -35,6 +35,7 @@ __all__ = [
     "GELU",
     "Conv1d",
     "Conv2d",
+    "Conv3d",
     "ConvTranspose1d",
     "ConvTranspose2d",
     "Decision",

@@ -14,6 +14,7 @@ from windrow import _native
 from windrow.torch._activations import ACTIVATIONS, activation_of
 from windrow.torch._calls import MISSING, goes_into_a_graph, is_ordinary, is_traced
 from windrow.torch._conv2d import FASTEST, Training, accuracy_of, conv1d, conv2d, conv_transpose1d, conv_transpose2d
+from windrow.torch._conv3d import conv3d
 from windrow.torch._filters import kept_with, unkept
 from windrow.torch._precision import Flags
 from windrow.torch._precision import flags as flags_of
@@ -44,6 +45,7 @@ def _methods(kind: type[nn.Module]) -> PyTorchClass:
 
 _CONV1D = _methods(nn.Conv1d)
 _CONV2D = _methods(nn.Conv2d)
+_CONV3D = _methods(nn.Conv3d)
 _CONV_TRANSPOSE1D = _methods(nn.ConvTranspose1d)
 _CONV_TRANSPOSE2D = _methods(nn.ConvTranspose2d)
 
@@ -203,6 +205,8 @@ class Convolution(Remembering):
             run = None if is_in_graph or is_autocast or not is_plain else self._planned(input, conv)
             return nothing if run is None else Found(run, is_for_shape=True)
         pytorchs = Found(self._operator, is_pytorchs=True, is_for_shape=not is_in_graph)
+        if input.is_cuda and problem.is_video(weight):
+            return pytorchs
         if is_autocast or not is_plain:
             is_theirs = is_pytorchs(input, weight, bias, options, accuracy, self.frozen)
             if is_theirs:
@@ -231,6 +235,7 @@ class Convolution(Remembering):
         """Windrow's convolution as the cost model chooses it. None if Windrow has no such convolution; `_called` then
         raises the error."""
         is_usual = input.dim() == conv.weight.dim() and input.device.type in ("cpu", "cuda") and input.numel() > 0
+        is_usual = is_usual and not problem.is_video(input)
         if not is_usual or self.activation not in ACTIVATIONS:
             return None
         conv.activation = self.activation
@@ -359,6 +364,34 @@ class Conv2d(Convolution, nn.Conv2d):
             y = F.conv2d(input, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
         else:
             y = F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return self._activated(y)
+
+
+class Conv3d(Convolution, nn.Conv3d):
+    """`torch.nn.Conv3d`, computed by `conv3d`: by Windrow on the CPU. Its options are attributes, as those of `Conv2d`
+    are."""
+
+    __constants__ = [*nn.Conv3d.__constants__, "activation"]
+    _operator = torch.conv3d
+    _theirs = _CONV3D
+
+    @staticmethod
+    def _pytorchs() -> PyTorchClass:
+        return _CONV3D
+
+    def _options(self, padding: Sequence[int]) -> Options:
+        return Options(self.stride, padding, self.dilation, self.groups)
+
+    def _called(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        input, padding = self._padded(input)
+        return conv3d(input, weight, bias, self.stride, padding, self.dilation, self.groups, **self._how())
+
+    def _scripted(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            y = F.conv3d(input, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)
+        else:
+            y = F.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         return self._activated(y)
 
 

@@ -14,7 +14,7 @@ from windrow.torch._batch_norm import BatchNorm2d
 from windrow.torch._conv2d import ACCURACIES, FASTEST
 from windrow.torch._gelu import GELU
 from windrow.torch._group_norm import GroupNorm
-from windrow.torch._modules import Conv1d, Conv2d, Convolution, ConvTranspose1d, ConvTranspose2d
+from windrow.torch._modules import Conv1d, Conv2d, Conv3d, Convolution, ConvTranspose1d, ConvTranspose2d
 from windrow.torch.choice import budget, store
 
 
@@ -66,6 +66,7 @@ _OPTIONS = ("activation", "accuracy", "algorithm", "frozen", "_left", *Convoluti
 _OWN = {
     nn.Conv1d: Conv1d,
     nn.Conv2d: Conv2d,
+    nn.Conv3d: Conv3d,
     nn.ConvTranspose1d: ConvTranspose1d,
     nn.ConvTranspose2d: ConvTranspose2d,
     nn.GELU: GELU,
@@ -77,10 +78,11 @@ _OWN = {
 def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     """Makes Windrow compute the convolutions and GELUs of a model, each if that is faster.
 
-    Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and `nn.GELU`
-    become modules of `windrow.torch` in place. Parameters, hooks, device, training mode and references to the modules
-    stay. The report, whose `model` is the model, names every convolution and every GELU that was left, with the reason.
-    A GELU that a `forward` calls as a function is not found, because it is no module. `nn.GroupNorm` and
+    Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and
+    `nn.GELU` become modules of `windrow.torch` in place. On CUDA PyTorch computes `nn.Conv3d`. Parameters, hooks,
+    device, training mode and references to the modules stay. The report, whose `model` is the model, names every
+    convolution and every GELU that was left, with the reason. A GELU that a `forward` calls as a function is not found,
+    because it is no module. `nn.GroupNorm` and
     `nn.BatchNorm2d` are swapped too, for CUDA: group normalisation of few large groups in inference, and batch
     normalisation of few long channels of row-major batches in training, are faster with other operators of PyTorch.
 

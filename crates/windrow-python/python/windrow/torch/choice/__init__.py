@@ -10,7 +10,7 @@ from windrow.torch._remembering import forget_all
 from windrow.torch.choice import disk, store
 from windrow.torch.choice.disk import DecisionsWarning
 from windrow.torch.choice.policy import KEPT, PACKED, PYTORCH
-from windrow.torch.choice.problem import GRADIENTS, UNKEPT, After, as_image
+from windrow.torch.choice.problem import GRADIENTS, UNKEPT, After, as_image, is_video
 from windrow.torch.choice.store import Decision
 
 __all__ = [
@@ -131,6 +131,11 @@ def _expect_supported(decision: Decision, algorithm: str) -> None:
     named: Any = {"activation": after, "accuracy": key.how.accuracy, "algorithm": algorithm}
     named |= dict(zip(options._fields[:4], options[:4], strict=True))
     try:
+        if is_video(filter):
+            # What an algorithm computes does not depend on the size of videos.
+            sizes = [d * (n - 1) + 1 for n, d in zip(filter.shape[2:], options.dilation, strict=True)]
+            _native.conv3d(x.new_empty(1, x.shape[1], *sizes), filter, None, **named)
+            return
         _native.Conv2dPlan(as_image(x, x), as_image(filter, x), None, **named)
     except NotImplementedError as error:
         raise UnsupportedAlgorithmError(f"{decision.problem}: {error}") from None

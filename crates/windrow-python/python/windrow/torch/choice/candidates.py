@@ -21,6 +21,7 @@ from windrow.torch.choice.problem import (
     aten,
     in_layout,
     is_laid_out_last,
+    is_video,
     result_bytes,
 )
 
@@ -111,24 +112,28 @@ class Windrow:
         conv = self.conv
         activation = None if self.is_followed else conv.activation
         options = zip(Options._fields[:4], conv.options[:4], strict=True)
-        self.named = {**dict(options), "activation": activation, "accuracy": conv.accuracy, "memory": self.memory}
+        self.named = {**dict(options), "activation": activation, "accuracy": conv.accuracy}
+        if not is_video(conv.weight):
+            self.named["memory"] = self.memory
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """The result. If nothing is done after the kernel, it can be written to `out`, which lies like the residual."""
         weight, bias = self.conv.filter, self.conv.bias
         image = as_image(in_layout(x, self.layout), x)
-        more = {"residual": residual if self.adds else None, "algorithm": self.algorithm, "filters": self.filters()}
+        more: dict[str, Any] = {"residual": residual if self.adds else None, "algorithm": self.algorithm}
+        more["filters"] = self.filters()
         if out is not None:
             return _native.conv2d(image, weight, bias, **self.named, **more, out=out)
-        y = as_line(_native.conv2d(image, as_image(weight, x), bias, **self.named, **more), x)
+        convolve = _native.conv3d if is_video(x) else _native.conv2d
+        y = as_line(convolve(image, as_image(weight, x), bias, **self.named, **more), x)
         y = y.contiguous(memory_format=self.layout)
         return self.conv.finish(y, residual) if self.is_followed else y
 
     def like(self, x: Tensor) -> Call:
         """A call for images like x: the convolution without the operations that follow it."""
         image, strides = as_image(in_layout(x, self.layout), x), x.stride()
-        if self.algorithm is not None:
-            return self._by_algorithm(x)
+        if self.algorithm is not None or is_video(x):
+            return self._by_function(x)
         weight = as_image(self.conv.filter, x)
         call = _native.Conv2dCall(image, weight, self.conv.bias, self.named, self.filters(), self.adds)
         if image is x and is_laid_out_last(image) == (self.layout is torch.channels_last):
@@ -147,13 +152,14 @@ class Windrow:
 
     def into(self, x: Tensor, out: Tensor) -> Call | None:
         """A call for images like x that writes to tensors like `out`; None if there is none."""
-        if self.is_followed or self.algorithm is not None or in_layout(x, self.layout) is not x:
+        if self.is_followed or self.algorithm is not None or is_video(x) or in_layout(x, self.layout) is not x:
             return None
         args = (x, self.conv.filter, self.conv.bias, self.named, self.filters(), self.adds, out)
         return _native.Conv2dCall(*args)
 
-    def _by_algorithm(self, like: Tensor) -> Call:
-        """A call with the algorithm that the user named; native calls always take the cost model's."""
+    def _by_function(self, like: Tensor) -> Call:
+        """A call of videos, or with the algorithm that the user named. Native calls are of images, and always take the
+        cost model's."""
         alone = replace(self, is_followed=False)
         kind, filter, its_bias = (like.shape, like.stride(), like.dtype, like.device), self.conv.filter, self.conv.bias
 
@@ -191,6 +197,9 @@ class Windrow:
         """The memory that it needs: bytes for good, for the packed filter; and bytes during a run, including its
         result."""
         given = in_layout(x, self.layout)
+        if is_video(x):
+            # On the CPU only blocks of the video are copied.
+            return 0, self._beside(x, given)
         image, weight = as_image(given, x), as_image(self.conv.filter, x)
         kept, rest = _native.conv2d_bytes(image, weight, self.conv.bias, self.named, self.adds, is_kept)
         return kept, rest + self._beside(x, given)
@@ -214,6 +223,8 @@ class Windrow:
 
     def is_cudnns(self, x: Tensor) -> bool:
         """True if Windrow would call cuDNN just as PyTorch does, so there is nothing to compare."""
+        if is_video(x):
+            return False
         is_kept, weight = self.filters() is not None, self.conv.filter
         image = as_image(in_layout(x, self.layout), x)
         algorithm = _native.conv2d_algorithm(image, as_image(weight, x), self.conv.bias, self.named, is_kept)

@@ -220,13 +220,19 @@ def is_pytorchs(
     grad, kind = torch.is_grad_enabled(), "cuda" if x.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     of_filter, of_input = grad and weight.requires_grad, grad and x.requires_grad
+    if problem.is_video(x):
+        if kind == "cuda":
+            return True
+        # PyTorch computes the gradients of both.
+        of_input = False
     if options.output_padding is not None and kind == "cuda" and (of_filter or of_input):
         # Ours keeps the interpreter for so long that called steps became slower by a tenth and more.
         return True
     key = key_of(x, weight, bias, options, accuracy, dtype=autocast)
     parts = [what_of(of_filter, is_frozen)]
     parts += [problem.OF_INPUT] * of_input
-    parts += [problem.OF_BOTH if bias is not None and bias.requires_grad else problem.OF_FILTER] * of_filter
+    if of_filter and not problem.is_video(x):
+        parts.append(problem.OF_BOTH if bias is not None and bias.requires_grad else problem.OF_FILTER)
     decided = [store.final(what, key) for what in parts]
     if None in decided:
         return None

@@ -14,7 +14,17 @@ from windrow.torch.choice import problem, store
 from windrow.torch.choice.check import Check, terms_of
 from windrow.torch.choice.decider import Candidate, Question, decide
 from windrow.torch.choice.policy import KEPT
-from windrow.torch.choice.problem import OF_BOTH, OF_FILTER, OF_INPUT, Options, as_image, as_line, dense, key_of
+from windrow.torch.choice.problem import (
+    OF_BOTH,
+    OF_FILTER,
+    OF_INPUT,
+    Options,
+    as_image,
+    as_line,
+    dense,
+    is_video,
+    key_of,
+)
 
 # Which of the gradients: of the input, the filter and the bias.
 Three = Sequence[bool]
@@ -34,7 +44,7 @@ class Backward:
 
     def decided(self, needs: Three) -> list[Tensor | None]:
         """The gradients, each computed by the faster implementation."""
-        if not problem.can_be_ours(self.x, self.weight, self.bias):
+        if is_video(self.x) or not problem.can_be_ours(self.x, self.weight, self.bias):
             return self.computed(needs, _NONE)
         key = key_of(self.x, self.weight, self.bias, self.options, self.accuracy)
 
@@ -49,6 +59,7 @@ class Backward:
 
     def computed(self, needs: Three, mine: Three) -> list[Tensor | None]:
         """The needed gradients: those in `mine` by Windrow, the others by PyTorch."""
+        mine = _NONE if is_video(self.x) else mine
         grads = self._by_windrow(mine) if any(mine) else [None, None, None]
         others = [n and not m for n, m in zip(needs, mine, strict=True)]
         if not any(others):
@@ -61,11 +72,19 @@ class Backward:
 
     def _by_pytorch(self, needs: list[bool]) -> Sequence[Any]:
         options, sizes = self.options, None if self.bias is None else list(self.bias.shape)
-        is_transposed, first = options.output_padding is not None, 4 - self.weight.dim()
-        pairs = (options.stride, options.padding, options.dilation, options.output_padding or [0, 0])
+        is_transposed, first = options.output_padding is not None, max(0, 4 - self.weight.dim())
+        pairs = (options.stride, options.padding, options.dilation, options.output_padding or [0] * len(options.stride))
         stride, padding, dilation, output_padding = (pair[first:] for pair in pairs)
         rest = (sizes, stride, padding, dilation, is_transposed, output_padding, options.groups, needs)
-        grads: Sequence[Any] = torch.ops.aten.convolution_backward.default(self.dy, self.x, self.weight, *rest)
+        tensors = (self.dy, self.x, self.weight)
+        is_widened = is_video(self.x) and self.x.is_cpu and self.x.dtype in (torch.float16, torch.bfloat16)
+        if is_widened:
+            # PyTorch sums a filter's gradient over videos in the type itself where oneDNN does not compute it.
+            tensors = tuple(t.float() for t in tensors)  # type: ignore[assignment]
+        grads: Sequence[Any] = torch.ops.aten.convolution_backward.default(*tensors, *rest)
+        if is_widened:
+            of = zip(grads, (self.x, self.weight, self.bias), strict=True)
+            return [None if g is None or t is None else g.to(t.dtype) for g, t in of]
         return grads
 
     def _by_windrow(self, needs: Three) -> list[Tensor | None]:
@@ -125,6 +144,8 @@ def decided_for(
 ) -> Callable[[Three], Three] | None:
     """A function that says which of the needed gradients Windrow computes, for images like x. None: not decided yet."""
     key = key_of(x, weight, bias, options, accuracy)
+    if is_video(x):
+        return lambda needs: _NONE
     of_both = bias is not None and bias.requires_grad
     decided = [store.final(what, key) for what in (OF_INPUT, OF_BOTH if of_both else OF_FILTER)]
     if (x.requires_grad and decided[0] is None) or (weight.requires_grad and decided[1] is None):

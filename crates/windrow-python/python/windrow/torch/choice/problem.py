@@ -20,7 +20,8 @@ UNKEPT = (CHANGING, FUSED_UNKEPT)
 
 class Options(NamedTuple):
     """The options of a convolution; a transposed one has `output_padding`. Windrow treats a line [n, c, l], whose
-    filter is [k, c / groups, s], as an image of one row, so its options are pairs too."""
+    filter is [k, c / groups, s], as an image of one row, so its options are pairs too. Those of a video [n, c, t, h, w]
+    have three numbers."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -75,7 +76,9 @@ class Problem(NamedTuple):
     @property
     def options(self) -> Options:
         layer = self.layer
-        return Options(layer[2:4], layer[4:6], layer[6:8], layer[8], layer[9:] or None)
+        n = max(2, len(layer[0]) - 2)
+        stride, padding, dilation = (layer[2 + i * n : 2 + (i + 1) * n] for i in range(3))
+        return Options(stride, padding, dilation, layer[2 + 3 * n], layer[3 + 3 * n :] or None)
 
     def without_sizes(self) -> str:
         """The layer and everything else except the sizes, in words."""
@@ -119,7 +122,7 @@ def _laid_out(shape: Sequence[int], strides: Sequence[int]) -> str:
     """The layout in words; empty for row-major tensors."""
     if _strides(shape, range(len(shape))) == [*strides]:
         return ""
-    if len(shape) == 4 and _strides(shape, (0, 2, 3, 1)) == [*strides]:
+    if len(shape) > 3 and _strides(shape, (0, *range(2, len(shape)), 1)) == [*strides]:
         return "channels-last"
     return f"strides {[*strides]}"
 
@@ -166,11 +169,16 @@ def key_of(
     return (x.shape, strides), how, layer(weight, bias, options)
 
 
+def is_video(x: Tensor) -> bool:
+    """True for videos, and for their filters. Windrow computes their convolutions on the CPU, and no gradients."""
+    return x.dim() == 5
+
+
 def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """True if Windrow can compute this. If it is False, PyTorch computes it, or raises the clearer error."""
     return (
         x.dim() == weight.dim()
-        and x.device.type in ("cpu", "cuda")
+        and x.device.type in (("cpu",) if is_video(x) else ("cpu", "cuda"))
         and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and weight.dtype == x.dtype
         and (bias is None or bias.dtype == x.dtype)
@@ -188,13 +196,15 @@ def aten(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Te
         return torch.conv_transpose2d(x, weight, bias, stride, padding, output_padding, groups, dilation)
     if weight.dim() == 3:
         return torch.conv1d(x, weight, bias, stride[1:], padding[1:], dilation[1:], groups)
+    if is_video(weight):
+        return torch.conv3d(x, weight, bias, stride, padding, dilation, groups)
     return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
 def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[Any]:
     """The shape of the convolution's result."""
     stride, padding, dilation, groups, output_padding = options
-    first = 4 - weight.dim()
+    first = max(0, 4 - weight.dim())
     sizes = zip(x.shape[2:], weight.shape[2:], stride[first:], padding[first:], dilation[first:], strict=True)
     if output_padding is None:
         size = [(n + 2 * p - d * (r - 1) - 1) // s + 1 for n, r, s, p, d in sizes]
@@ -221,33 +231,38 @@ def as_line(t: Tensor | None, x: Tensor) -> Tensor | None:
 def memory_format(x: Tensor, weight: Tensor) -> torch.memory_format:
     """The memory format of the result, chosen as PyTorch's own convolution chooses it."""
     is_last = _is_channels_last(x) or _is_channels_last(weight)
-    return torch.channels_last if is_last else torch.contiguous_format
+    return channels_last(x) if is_last else torch.contiguous_format
+
+
+def channels_last(x: Tensor) -> torch.memory_format:
+    """The memory format in which the channels of tensors like x come last."""
+    return torch.channels_last_3d if is_video(x) else torch.channels_last
 
 
 def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
     """The image in this memory format. It is copied only if it is a line, or if the filter alone is channels-last, as
     in PyTorch."""
-    is_copied = x.dim() == 3 or (layout is torch.channels_last and not _is_channels_last(x))
+    is_copied = x.dim() == 3 or (layout is not torch.contiguous_format and not _is_channels_last(x))
     return x.contiguous(memory_format=layout) if is_copied else x
 
 
 def is_laid_out(residual: Tensor, x: Tensor, layout: torch.memory_format) -> bool:
     """True if the residual has the layout in which Windrow's convolution of x writes its result."""
     is_last = is_laid_out_last(in_layout(x, layout))
-    return residual.is_contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+    return residual.is_contiguous(memory_format=channels_last(x) if is_last else torch.contiguous_format)
 
 
 def is_laid_out_last(image: Tensor) -> bool:
     """True if the native functions write the result in channels-last."""
-    return image.dim() == 4 and image.shape[1] > 1 and image.stride(1) < image.stride(3)
+    return image.dim() > 3 and image.shape[1] > 1 and image.stride(1) < image.stride(-1)
 
 
 def _is_channels_last(t: Tensor) -> bool:
     """True if PyTorch counts the tensor as channels-last: its `suggest_memory_format`, which Python does not have."""
-    if t.dim() != 4 or t.stride(1) == 0:
+    if t.dim() not in (4, 5) or t.stride(1) == 0:
         return False
     least = 0
-    for d in (1, 3, 2, 0):
+    for d in (1, *range(t.dim() - 1, 1, -1), 0):
         size, stride = t.shape[d], t.stride(d)
         if size == 0 or stride < least or (d == 0 and least == t.stride(1)):
             return False
