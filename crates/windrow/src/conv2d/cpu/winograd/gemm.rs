@@ -18,6 +18,9 @@ pub(super) const BLOCK: usize = 128;
 /// rounding error of many channels down: it is most of the error of Winograd's algorithm.
 const CHUNK: usize = 32;
 
+/// Input channels of a round of the micro-kernel's inner loop. The compiler unrolls only loops of constant length.
+const UNROLLED: usize = 4;
+
 /// The largest number of tiles of one micro-kernel call: `PANEL` sums for each take three quarters of the registers.
 /// With two tiles more, the compiler moved sums to memory and back: half the speed.
 pub(super) const fn max_group(registers: usize) -> usize {
@@ -212,37 +215,28 @@ impl Operands {
     /// As [`Operands::run_group`] with `T` tiles.
     #[inline(always)]
     unsafe fn micro<S: Simd, const N: usize, const T: usize, const FAR: bool>(self, s: S) {
-        let (mut u, mut v) = (self.u, self.v);
+        let next_u = self.u.wrapping_add(self.next_u);
+        let mut at = Channel { u: self.u, v: self.v, next_u, next_v: self.next_v };
         let (mut left, mut accumulate) = (self.c, self.accumulate);
         // SAFETY: `c` rows of U and `c` channels of V in vectors of LANES are readable, and the
         // sums' places in M are writable, by the caller's promise.
         unsafe {
-            let (mut next_u, mut next_v) = (u.wrapping_add(self.next_u), self.next_v);
             loop {
                 let mut sums = [[s.zero(); N]; T];
                 let behind = left.saturating_sub(CHUNK);
                 while left > behind {
                     let lanes = (left - behind).min(S::LANES);
-                    for lane in 0..lanes {
-                        let mut row = [s.zero(); N];
-                        for (i, r) in row.iter_mut().enumerate() {
-                            *r = s.load(u.add(i * S::LANES));
+                    let unrolled = lanes - lanes % UNROLLED;
+                    for lane in (0..unrolled).step_by(UNROLLED) {
+                        for i in 0..UNROLLED {
+                            at.multiply::<S, N, T, FAR>(s, lane + i, &mut sums);
                         }
-                        for (t, sum) in sums.iter_mut().enumerate() {
-                            let x = s.splat(*v.add(t * S::LANES + lane));
-                            for (n, sum) in sum.iter_mut().enumerate() {
-                                *sum = s.mul_add(row[n], x, *sum);
-                            }
-                        }
-                        s.prefetch(next_u);
-                        next_u = next_u.wrapping_add(S::LANES);
-                        if FAR {
-                            s.prefetch_near(next_v.wrapping_add(lane * S::LANES));
-                        }
-                        u = u.add(N * S::LANES);
                     }
-                    v = v.wrapping_add(self.v_vector);
-                    next_v = next_v.wrapping_add(self.v_vector);
+                    for lane in unrolled..lanes {
+                        at.multiply::<S, N, T, FAR>(s, lane, &mut sums);
+                    }
+                    at.v = at.v.wrapping_add(self.v_vector);
+                    at.next_v = at.next_v.wrapping_add(self.v_vector);
                     left -= lanes;
                 }
                 for (t, sum) in sums.iter().enumerate() {
@@ -256,6 +250,49 @@ impl Operands {
                 }
                 accumulate = true;
             }
+        }
+    }
+}
+
+/// The place of the next channel in U, and of its vector of channels in V.
+struct Channel {
+    u: *const f32,
+    v: *const f32,
+    /// What is prefetched meanwhile.
+    next_u: *const f32,
+    next_v: *const f32,
+}
+
+impl Channel {
+    /// Adds the products of a channel, the `lane`-th of its vector.
+    ///
+    /// # Safety
+    /// `N` vectors of U and `T` tiles of V must be readable.
+    #[inline(always)]
+    unsafe fn multiply<S: Simd, const N: usize, const T: usize, const FAR: bool>(
+        &mut self,
+        s: S,
+        lane: usize,
+        sums: &mut [[S::F32; N]; T],
+    ) {
+        // SAFETY: by the caller's promise.
+        unsafe {
+            let mut row = [s.zero(); N];
+            for (i, r) in row.iter_mut().enumerate() {
+                *r = s.load(self.u.add(i * S::LANES));
+            }
+            for (t, sum) in sums.iter_mut().enumerate() {
+                let x = s.splat(*self.v.add(t * S::LANES + lane));
+                for (n, sum) in sum.iter_mut().enumerate() {
+                    *sum = s.mul_add(row[n], x, *sum);
+                }
+            }
+            s.prefetch(self.next_u);
+            self.next_u = self.next_u.wrapping_add(S::LANES);
+            if FAR {
+                s.prefetch_near(self.next_v.wrapping_add(lane * S::LANES));
+            }
+            self.u = self.u.add(N * S::LANES);
         }
     }
 }

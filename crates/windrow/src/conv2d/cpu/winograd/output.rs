@@ -230,17 +230,23 @@ unsafe fn transpose_rows<S: Simd, Y: SimdElement>(
             }
             let rows = s.transpose(square);
             let y = y.add(first);
-            if count == S::LANES && channels == S::LANES {
+            let is_whole = count == S::LANES && channels == S::LANES;
+            if is_whole && epilogue.residual.is_none() {
+                // A loop of its own, unrolled: the square stays in registers.
                 for (c, v) in rows.as_ref().iter().enumerate() {
-                    let y = y.offset(c as isize * stride_k);
-                    Y::store(s, y, epilogue.late(s, *v, y, 1, count));
+                    Y::store(s, y.offset(c as isize * stride_k), *v);
                 }
-            } else {
-                for (c, v) in rows.as_ref().iter().enumerate() {
-                    if c < channels {
-                        let y = y.offset(c as isize * stride_k);
-                        Y::store_first(s, y, epilogue.late(s, *v, y, 1, count), count);
-                    }
+                continue;
+            }
+            // A copy, because this one lies in memory.
+            let rows = rows;
+            for (c, v) in rows.as_ref()[..channels].iter().enumerate() {
+                let y = y.offset(c as isize * stride_k);
+                let v = epilogue.late(s, *v, y, 1, count);
+                if count == S::LANES {
+                    Y::store(s, y, v);
+                } else {
+                    Y::store_first(s, y, v, count);
                 }
             }
         }
