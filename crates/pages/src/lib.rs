@@ -16,6 +16,7 @@ macro_rules! pages {
 
 pages! {
     README "README.md"
+    BATCH_INVARIANCE "docs/batch-invariance.md"
     CANDLE "docs/candle.md"
     CAUSAL_CONV1D "docs/causal-conv1d.md"
     CONV2D "docs/conv2d.md"

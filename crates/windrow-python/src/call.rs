@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use std::cell::Cell;
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use windrow::{Activation, Device, PlanOptions, Workspace};
+use windrow::{Activation, Device, Filter, PlanOptions, Workspace};
 
 /// Plans of earlier calls by what they compute. Making a plan costs more than running it on a
 /// small tensor; a program calls with a few specs again and again.
@@ -184,6 +184,22 @@ where
     T: std::str::FromStr<Err = windrow::Error> + Default,
 {
     s.map_or_else(|| Ok(T::default()), word)
+}
+
+/// An accuracy, and whether the bits of an image must not depend on the batch: the package says both in one text, such
+/// as `half batch_invariant`.
+pub(crate) fn without_batch_invariant(accuracy: Option<&str>) -> (Option<&str>, bool) {
+    const WORD: &str = "batch_invariant";
+    match accuracy.map(|text| (text, text.strip_suffix(WORD))) {
+        Some((_, Some(rest))) => (Some(rest.trim_end()).filter(|rest| !rest.is_empty()), true),
+        Some((text, None)) => (Some(text), false),
+        None => (None, false),
+    }
+}
+
+/// Whether a filter is kept, as plans take it.
+pub(crate) fn filter_of(is_kept: bool) -> Filter {
+    if is_kept { Filter::Kept } else { Filter::Changing }
 }
 
 /// An activation by its name.

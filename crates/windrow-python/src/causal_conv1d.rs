@@ -7,13 +7,16 @@ use crate::output::{Output, like};
 use crate::torch::nothing_to_dispatch;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use std::sync::Arc;
 use windrow::{
     Activation, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,
     CausalConv1dSpec, CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
     Layout, TensorDesc, TensorMut,
 };
 
-static PLANS: PlanCache<CausalConv1dSpec, CausalConv1dPlan> = PlanCache::new();
+/// A spec, and whether the bits of a sequence must not depend on the batch.
+type Key = (CausalConv1dSpec, bool);
+static PLANS: PlanCache<Key, CausalConv1dPlan> = PlanCache::new();
 static UPDATE_PLANS: PlanCache<CausalConv1dUpdateSpec, CausalConv1dUpdatePlan> = PlanCache::new();
 
 /// The inputs of a prefill call, forward or backward.
@@ -79,14 +82,15 @@ impl<'py> Inputs<'py> {
 /// initial_states: [b or sequences, d, width - 1], the inputs before each sequence; by default zeros.
 /// return_final_states: if true, the result is `(y, final_states)`. final_states has the shape of
 /// initial_states.
+/// batch_invariant: if true, the bits of a sequence do not depend on the other sequences (on the CPU only).
 /// out: the array that is written and returned. device: where arrays in main memory are computed.
 ///
 /// Raises ValueError, TypeError (element types) or IndexError (`cu_seqlens` that does not rise from 0
 /// to l).
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None,
-                    initial_states=None, return_final_states=false, out=None,
-                    device=None))]
+                    initial_states=None, return_final_states=false, batch_invariant=false,
+                    out=None, device=None))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d<'py>(
     py: Python<'py>,
@@ -98,13 +102,14 @@ pub(crate) fn causal_conv1d<'py>(
     cu_seqlens: Option<&Bound<'py, PyAny>>,
     initial_states: Option<&Bound<'py, PyAny>>,
     return_final_states: bool,
+    batch_invariant: bool,
     out: Option<&Bound<'py, PyAny>>,
     device: Option<&str>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let options = [bias, seq_idx, cu_seqlens, initial_states];
     let inputs = Inputs::import([x, weight], options, activation, device)?;
-    let spec = inputs.spec()?;
-    let mut results = forward(py, &inputs, spec, return_final_states, out)?;
+    let of = (inputs.spec()?, batch_invariant);
+    let mut results = forward(py, &inputs, of, return_final_states, out)?;
     match results.len() {
         1 => Ok(results.swap_remove(0)),
         _ => Ok(PyTuple::new(py, results)?.into_any()),
@@ -126,20 +131,21 @@ pub(crate) fn causal_conv1d_split<'py>(
     initial_states: Option<&Bound<'py, PyAny>>,
     return_final_states: bool,
     split: Vec<i64>,
+    batch_invariant: bool,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let options = [bias, seq_idx, cu_seqlens, initial_states];
     let inputs = Inputs::import([x, weight], options, activation, None)?;
     // A negative number is as wrong as a zero.
     let channels: Vec<_> = split.iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
     let spec = inputs.spec()?.with_split(&channels).py()?;
-    forward(py, &inputs, spec, return_final_states, None)
+    forward(py, &inputs, (spec, batch_invariant), return_final_states, None)
 }
 
 /// The outputs of a spec, and behind them its final states if they are wanted. `out` takes the first output.
 fn forward<'py>(
     py: Python<'py>,
     inputs: &Inputs<'py>,
-    mut spec: CausalConv1dSpec,
+    (mut spec, batch_invariant): Key,
     return_final_states: bool,
     out: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
@@ -159,7 +165,7 @@ fn forward<'py>(
         spec.final_states = Some(given.desc());
         states = Some(given);
     }
-    let plan = PLANS.get(py, &spec, inputs.x.device, CausalConv1dPlan::new)?;
+    let plan = plan(py, (spec, batch_invariant), &inputs.x)?;
     let outputs = CausalConv1dOutputs::new(y.view_mut()?)
         .with_final_states(Output::view_mut_option(&mut states)?)
         .with_y2(Output::view_mut_option(&mut y2)?)
@@ -168,6 +174,12 @@ fn forward<'py>(
     run(py, &inputs.x, plan.workspace_bytes(), elements, |ws| plan.run(&args, outputs, ws))?;
     let results = [Some(y), y2, y3, states].into_iter().flatten();
     results.map(|result| result.finish(py, &inputs.x.family)).collect()
+}
+
+fn plan(py: Python<'_>, key: Key, x: &Array<'_>) -> PyResult<Arc<CausalConv1dPlan>> {
+    PLANS.get(py, &key, x.device, |(spec, batch_invariant), options| {
+        CausalConv1dPlan::new(spec, &options.with_batch_invariant(*batch_invariant))
+    })
 }
 
 /// Gradients of [`causal_conv1d`] with respect to those of `x`, `weight`, `bias` and
@@ -194,7 +206,7 @@ pub(crate) fn causal_conv1d_backward<'py>(
     // Gradients that come in may have any strides, like those of a sum; outputs may not.
     let final_states = dfinal_states.as_ref().map(like).transpose()?;
     let spec = inputs.spec()?.with_final_states(final_states);
-    let plan = PLANS.get(py, &spec, inputs.x.device, CausalConv1dPlan::new)?;
+    let plan = plan(py, (spec, false), &inputs.x)?;
     let mut dx = Output::gradient(py, Some(&inputs.x), needs.0)?;
     let mut dweight = Output::gradient(py, Some(&inputs.weight), needs.1)?;
     let mut dbias = Output::gradient(py, inputs.bias.as_ref(), needs.2)?;

@@ -1,7 +1,10 @@
 //! `windrow.conv2d` and `windrow.Conv2dPlan`.
 
 use crate::array::{Array, desc, view};
-use crate::call::{ActivationName, PlanCache, RELEASE, run, word, word_or_default};
+use crate::call::{
+    ActivationName, PlanCache, RELEASE, filter_of, run, without_batch_invariant, word,
+    word_or_default,
+};
 use crate::error::IntoPy;
 use crate::output::Output;
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -15,16 +18,17 @@ use windrow::{
     TensorDesc, Weights,
 };
 
-/// A spec, the algorithm where the caller names one, whether the packed filter is kept, and how much memory it and the
-/// workspace should have.
-pub(crate) type Key = (Conv2dSpec, Option<Conv2dAlgorithm>, Filter, Option<usize>);
+/// A spec, the algorithm where the caller names one, whether the packed filter is kept, how much memory it and the
+/// workspace should have, and whether the bits of an image must not depend on the batch.
+pub(crate) type Key = (Conv2dSpec, Option<Conv2dAlgorithm>, Filter, Option<usize>, bool);
 pub(crate) static PLANS: PlanCache<Key, windrow::Conv2dPlan> = PlanCache::new();
 
 pub(crate) fn make_plan(
-    &(ref spec, algorithm, filter, memory): &Key,
+    &(ref spec, algorithm, filter, memory, batch_invariant): &Key,
     options: &PlanOptions,
 ) -> windrow::Result<windrow::Conv2dPlan> {
     let options = options.with_filter(filter).with_memory(memory);
+    let options = options.with_batch_invariant(batch_invariant);
     match algorithm {
         None => windrow::Conv2dPlan::new(spec, &options),
         Some(algorithm) => windrow::Conv2dPlan::with_algorithm(spec, algorithm, &options),
@@ -100,10 +104,11 @@ pub(crate) struct Named<'py> {
 }
 
 impl Named<'_> {
-    /// The options of a spec, and the memory that a plan may take.
-    pub(crate) fn parts(self, py: Python<'_>) -> PyResult<(Conv2dParams, Option<usize>)> {
+    /// The options of a spec, the memory that a plan may take, and whether bits must not depend on the batch.
+    pub(crate) fn parts(self, py: Python<'_>) -> PyResult<(Conv2dParams, Option<usize>, bool)> {
         let options = (self.stride, self.padding, self.dilation, self.groups);
-        Ok((params(py, options, self.activation, self.accuracy.as_deref())?, self.memory))
+        let (accuracy, batch_invariant) = without_batch_invariant(self.accuracy.as_deref());
+        Ok((params(py, options, self.activation, accuracy)?, self.memory, batch_invariant))
     }
 }
 
@@ -113,6 +118,7 @@ pub(crate) struct Given<'py> {
     pub(crate) weight: Array<'py>,
     spec: Conv2dSpec,
     memory: Option<usize>,
+    batch_invariant: bool,
 }
 
 impl<'py> Given<'py> {
@@ -124,11 +130,11 @@ impl<'py> Given<'py> {
         named: Named<'_>,
         residual: bool,
     ) -> PyResult<Self> {
-        let (params, memory) = named.parts(py)?;
+        let (params, memory, batch_invariant) = named.parts(py)?;
         let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
         let bias = Array::import_option("bias", bias, None)?;
         let spec = spec_of(&x, &weight, &bias, &params)?.with_residual(residual);
-        Ok(Given { x, weight, spec, memory })
+        Ok(Given { x, weight, spec, memory, batch_invariant })
     }
 
     /// The same with the result in an array like `out`.
@@ -141,7 +147,8 @@ impl<'py> Given<'py> {
 
     /// The plan that [`conv2d`] uses if the cost model chooses.
     pub(crate) fn plan(&self, py: Python<'_>, is_kept: bool) -> PyResult<Arc<windrow::Conv2dPlan>> {
-        let key = (self.spec.clone(), None, filter_of(is_kept), self.memory);
+        let filter = filter_of(is_kept);
+        let key = (self.spec.clone(), None, filter, self.memory, self.batch_invariant);
         PLANS.get(py, &key, self.x.device, make_plan)
     }
 
@@ -160,10 +167,6 @@ fn spec_of(
     params: &Conv2dParams,
 ) -> PyResult<Conv2dSpec> {
     Ok(Conv2dSpec::new(x.desc, weight.desc, params).py()?.with_bias(desc(bias)))
-}
-
-pub(crate) fn filter_of(is_kept: bool) -> Filter {
-    if is_kept { Filter::Kept } else { Filter::Changing }
 }
 
 /// The options that all functions take.
@@ -288,6 +291,7 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
 /// activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
 /// accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
 /// algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
+/// batch_invariant: if true, the bits of an image do not depend on the other images (on the CPU only).
 /// out: the array that is written and returned. device: where arrays in main memory are computed.
 ///
 /// Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
@@ -295,11 +299,11 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, stride=Pair::Both(1), padding=Pair::Both(0),
                     dilation=Pair::Both(1), groups=Pair::Both(1), residual=None, activation=None,
-                    accuracy=None, algorithm=None, out=None, device=None, filters=None,
-                    memory=None),
+                    accuracy=None, algorithm=None, batch_invariant=false, out=None, device=None,
+                    filters=None, memory=None),
        text_signature = "(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, \
                          residual=None, activation=None, accuracy=None, algorithm=None, \
-                         out=None, device=None)")]
+                         batch_invariant=False, out=None, device=None)")]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn conv2d<'py>(
     py: Python<'py>,
@@ -314,11 +318,13 @@ pub(crate) fn conv2d<'py>(
     activation: Option<ActivationName>,
     accuracy: Option<&str>,
     algorithm: Option<&str>,
+    batch_invariant: bool,
     out: Option<&Bound<'py, PyAny>>,
     device: Option<&str>,
     filters: Option<(PyRef<'py, FilterCache>, bool)>,
     memory: Option<usize>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let (accuracy, is_said) = without_batch_invariant(accuracy);
     let params = params(py, (stride, padding, dilation, groups), activation, accuracy)?;
     let algorithm = algorithm.map(word).transpose()?;
     let device = device.map(word).transpose()?;
@@ -331,7 +337,7 @@ pub(crate) fn conv2d<'py>(
     spec.y = y.desc();
     let elements = work(&spec);
     let filter = filter_of(filters.is_some());
-    let key = (spec.clone(), algorithm, filter, memory);
+    let key = (spec.clone(), algorithm, filter, memory, batch_invariant || is_said);
     let plan = PLANS.get(py, &key, x.device, make_plan)?;
     let w = match &filters {
         Some((cache, frozen)) => Weights::Cached(weight.view(), cache.frozen(*frozen)),
@@ -355,8 +361,9 @@ pub(crate) fn conv2d_algorithm<'py>(
     named: Named<'_>,
     is_kept: bool,
 ) -> PyResult<&'static str> {
-    let Given { x, spec, .. } = Given::import(py, x, weight, bias, named, false)?;
+    let Given { x, spec, batch_invariant, .. } = Given::import(py, x, weight, bias, named, false)?;
     let options = PlanOptions::default().with_device(x.device).with_filter(filter_of(is_kept));
+    let options = options.with_batch_invariant(batch_invariant);
     let choice = py.detach(|| windrow::Conv2dPlan::choice(&spec, &options)).py()?;
     Ok(choice.name())
 }
@@ -396,9 +403,10 @@ impl Conv2dPlan {
     #[new]
     #[pyo3(signature = (x, weight, bias=None, *, stride=Pair::Both(1), padding=Pair::Both(0),
                         dilation=Pair::Both(1), groups=Pair::Both(1), activation=None, accuracy=None,
-                        algorithm=None, device=None),
+                        algorithm=None, batch_invariant=false, device=None),
            text_signature = "(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, \
-                             activation=None, accuracy=None, algorithm=None, device=None)")]
+                             activation=None, accuracy=None, algorithm=None, \
+                             batch_invariant=False, device=None)")]
     #[expect(clippy::too_many_arguments, reason = "a Python signature")]
     fn new(
         py: Python<'_>,
@@ -412,6 +420,7 @@ impl Conv2dPlan {
         activation: Option<ActivationName>,
         accuracy: Option<&str>,
         algorithm: Option<&str>,
+        batch_invariant: bool,
         device: Option<&str>,
     ) -> PyResult<Self> {
         let params = params(py, (stride, padding, dilation, groups), activation, accuracy)?;
@@ -422,9 +431,8 @@ impl Conv2dPlan {
         let spec = spec_of(&x, &weight, &bias, &params)?;
         let device = device.map(word).transpose()?.unwrap_or(x.device);
         let options = PlanOptions::default().with_device(device);
-        let plan =
-            py.detach(|| make_plan(&(spec, algorithm, Filter::Kept, None), &options)).py()?;
-        Ok(Conv2dPlan { plan, device })
+        let key = (spec, algorithm, Filter::Kept, None, batch_invariant);
+        Ok(Conv2dPlan { plan: py.detach(|| make_plan(&key, &options)).py()?, device })
     }
 
     /// The name of the chosen algorithm.

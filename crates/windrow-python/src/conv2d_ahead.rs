@@ -1,8 +1,8 @@
 //! Plans of convolutions made ahead of their calls, several at the same time: each may compile kernels for seconds.
 
 use crate::access::is_for_rocm;
-use crate::call::word;
-use crate::conv2d::{Key, Named, PLANS, filter_of, make_plan};
+use crate::call::{filter_of, word};
+use crate::conv2d::{Key, Named, PLANS, make_plan};
 use crate::dlpack::DLDataType;
 use crate::error::IntoPy;
 use pyo3::exceptions::PyTypeError;
@@ -51,7 +51,7 @@ impl Task {
         let weight = desc(&described.weight)?;
         let outputs = [described.weight.0.first().copied().unwrap_or(0)];
         let bias = described.has_bias.then(|| Layout::contiguous(&outputs)).transpose().py()?;
-        let (params, memory) = described.named.parts(py)?;
+        let (params, memory, batch_invariant) = described.named.parts(py)?;
         let spec = Conv2dSpec::new(desc(&described.x)?, weight, &params).py()?;
         let spec = spec
             .with_bias(bias.map(|layout| TensorDesc::new(dtype, layout)))
@@ -60,15 +60,16 @@ impl Task {
             Device::Cuda(index) if is_for_rocm(py)? => Device::Hip(index),
             device => device,
         };
-        let key = (spec, None, filter_of(described.is_kept), memory);
+        let key = (spec, None, filter_of(described.is_kept), memory, batch_invariant);
         Ok(Task { key, device, unless: described.unless, much: described.much })
     }
 
     /// Makes the plan. `None` if it was made before, or if the cost model chooses an algorithm that needs none.
     fn make(&self) -> windrow::Result<Option<Conv2dPlan>> {
-        let (spec, _, filter, memory) = &self.key;
+        let (spec, _, filter, memory, batch_invariant) = &self.key;
         let options = PlanOptions::default().with_device(self.device);
         let chosen = options.with_filter(*filter).with_memory(*memory);
+        let chosen = chosen.with_batch_invariant(*batch_invariant);
         let is_needed = self.unless.is_empty() || {
             let choice = Conv2dPlan::choice(spec, &chosen)?;
             self.unless.iter().all(|name| name != choice.name())
@@ -106,7 +107,7 @@ pub(crate) fn conv2d_prepare(
         errors[place] = made.as_ref().err().map(ToString::to_string);
         let Ok(Some(plan)) = made else { continue };
         if task.much.is_some_and(|much| plan.packed_bytes() > much) {
-            let key = (task.key.0.clone(), None, Filter::Changing, task.key.3);
+            let key = (task.key.0.clone(), None, Filter::Changing, task.key.3, task.key.4);
             also.push(Task { key, device: task.device, unless: Vec::new(), much: None });
         }
         PLANS.keep(py, task.key.clone(), task.device, Arc::new(plan));

@@ -1,7 +1,7 @@
 //! Gradients of convolutions; transposed convolutions, which are such; and the gradients of these.
 
 use crate::array::Array;
-use crate::call::{RELEASE, run};
+use crate::call::{RELEASE, run, without_batch_invariant};
 use crate::conv2d::{Options, PLANS, Pair, make_plan, params};
 use crate::error::IntoPy;
 use crate::output::{Output, like};
@@ -82,10 +82,14 @@ impl<'py> Step<'py> {
         accuracy: Option<&str>,
         spec: fn([TensorDesc; 3], &Conv2dParams) -> windrow::Result<Conv2dSpec>,
     ) -> PyResult<Self> {
+        let (accuracy, batch_invariant) = without_batch_invariant(accuracy);
         let params = params(py, options, None, accuracy)?;
         let (dy, x) = (Array::import("dy", dy)?, Array::import("x", x)?);
         let weight = Array::import("weight", weight)?;
-        let plan = |x| plan_of(py, spec([dy.desc, x, weight.desc], &params).py()?, &dy);
+        let plan = |x| {
+            let spec = spec([dy.desc, x, weight.desc], &params).py()?;
+            plan_of(py, spec, &dy, batch_invariant)
+        };
         let (data, rest) = (plan(like(&x)?)?, plan(x.desc)?);
         Ok(Step { dy, x, weight, data, rest })
     }
@@ -151,11 +155,12 @@ fn transposed<'py>(
     output_padding: Pair<'_>,
     accuracy: Option<&str>,
 ) -> PyResult<(Array<'py>, Array<'py>, Plan)> {
+    let (accuracy, batch_invariant) = without_batch_invariant(accuracy);
     let params = params(py, options, None, accuracy)?;
     let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
     let output_padding = output_padding.each("output_padding")?;
     let spec = Conv2dSpec::transposed(x.desc, weight.desc, &params, output_padding).py()?;
-    let plan = plan_of(py, spec, &x)?;
+    let plan = plan_of(py, spec, &x, batch_invariant)?;
     Ok((x, weight, plan))
 }
 
@@ -211,8 +216,14 @@ fn transposed_bytes(py: Python<'_>, step: &Step<'_>, needs: (bool, bool)) -> PyR
 }
 
 /// Filters are packed on each run.
-fn plan_of(py: Python<'_>, spec: Conv2dSpec, like: &Array<'_>) -> PyResult<Plan> {
-    PLANS.get(py, &(spec, None, Filter::Changing, None), like.device, make_plan)
+fn plan_of(
+    py: Python<'_>,
+    spec: Conv2dSpec,
+    like: &Array<'_>,
+    batch_invariant: bool,
+) -> PyResult<Plan> {
+    let key = (spec, None, Filter::Changing, None, batch_invariant);
+    PLANS.get(py, &key, like.device, make_plan)
 }
 
 /// Bytes of workspace for any gradient. Asking makes what computes them, on a device its kernels.

@@ -1,8 +1,10 @@
 //! `windrow.conv3d`.
 
 use crate::array::{Array, desc, view};
-use crate::call::{ActivationName, PlanCache, run, word, word_or_default};
-use crate::conv2d::{FilterCache, filter_of, no_number};
+use crate::call::{
+    ActivationName, PlanCache, filter_of, run, without_batch_invariant, word, word_or_default,
+};
+use crate::conv2d::{FilterCache, no_number};
 use crate::error::IntoPy;
 use crate::output::Output;
 use pyo3::prelude::*;
@@ -11,8 +13,9 @@ use windrow::{
     Filter, TimePadding, Weights,
 };
 
-/// A spec, the algorithm where the caller names one, and whether the packed filter is kept.
-type Key = (Conv3dSpec, Option<Conv2dAlgorithm>, Filter);
+/// A spec, the algorithm where the caller names one, whether the packed filter is kept, and whether the bits of a video
+/// must not depend on the batch.
+type Key = (Conv3dSpec, Option<Conv2dAlgorithm>, Filter, bool);
 static PLANS: PlanCache<Key, Conv3dPlan> = PlanCache::new();
 
 /// A number for all directions, or one for each; `default` if there is none.
@@ -33,17 +36,19 @@ fn three(arg: &str, given: Option<&Bound<'_, PyAny>>, default: usize) -> PyResul
 /// initial_frames; or "causal_repeat", with the first frame in place of zeros.
 /// initial_frames: the frames before the first one, [n, c, (kt - 1) * dilation, h, w]. final_frames: an array of this
 /// shape, which the frames after the last one would follow; it is written, and may be initial_frames.
-/// residual, activation, accuracy, algorithm and out: as for `conv2d`.
+/// residual, activation, accuracy, algorithm, batch_invariant and out: as for `conv2d`.
 ///
 /// Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
 /// compute this case, or arrays on a GPU).
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, stride=None, padding=None, dilation=None, groups=1,
                     time_padding=None, initial_frames=None, final_frames=None, residual=None,
-                    activation=None, accuracy=None, algorithm=None, out=None, filters=None),
+                    activation=None, accuracy=None, algorithm=None, batch_invariant=false, out=None,
+                    filters=None),
        text_signature = "(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, \
                          time_padding='zeros', initial_frames=None, final_frames=None, \
-                         residual=None, activation=None, accuracy=None, algorithm=None, out=None)")]
+                         residual=None, activation=None, accuracy=None, algorithm=None, \
+                         batch_invariant=False, out=None)")]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn conv3d<'py>(
     py: Python<'py>,
@@ -61,9 +66,11 @@ pub(crate) fn conv3d<'py>(
     activation: Option<ActivationName>,
     accuracy: Option<&str>,
     algorithm: Option<&str>,
+    batch_invariant: bool,
     out: Option<&Bound<'py, PyAny>>,
     filters: Option<(PyRef<'py, FilterCache>, bool)>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let (accuracy, is_said) = without_batch_invariant(accuracy);
     let params = Conv3dParams::default()
         .with_stride(three("stride", stride, 1)?)
         .with_padding(three("padding", padding, 0)?)
@@ -87,9 +94,9 @@ pub(crate) fn conv3d<'py>(
     let mut y = Output::new(py, out, &x, || Ok(spec.y))?;
     spec.y = y.desc();
     let elements = [&spec.x, &spec.w, &spec.y].map(|t| t.layout.len()).into_iter().max();
-    let key = (spec, algorithm, filter_of(filters.is_some()));
-    let plan = PLANS.get(py, &key, x.device, |(spec, algorithm, filter), options| {
-        let options = options.with_filter(*filter);
+    let key = (spec, algorithm, filter_of(filters.is_some()), batch_invariant || is_said);
+    let plan = PLANS.get(py, &key, x.device, |(spec, algorithm, filter, invariant), options| {
+        let options = options.with_filter(*filter).with_batch_invariant(*invariant);
         match algorithm {
             None => Conv3dPlan::new(spec, &options),
             Some(algorithm) => Conv3dPlan::with_algorithm(spec, *algorithm, &options),

@@ -149,6 +149,10 @@ pub struct PlanOptions {
     /// chosen if even the smallest pieces exceed it. Other algorithms ignore the limit. With a limit, the tuning tables
     /// are not used, because their entries were measured without one.
     pub memory: Option<usize>,
+    /// True if the bits of each image or sequence must not depend on what else is in its batch. The cost model then
+    /// chooses for a fixed number of images and a kept filter, whatever `tuning` and `filter` say. For plans on GPUs
+    /// and for GELU this is [`Error::Unsupported`]. See `docs/batch-invariance.md`.
+    pub batch_invariant: bool,
 }
 
 setters! {
@@ -157,8 +161,16 @@ setters! {
         with_verify(verify: Verify);
         with_tuning(tuning: Tuning);
         with_filter(filter: Filter);
+        with_batch_invariant(batch_invariant: bool);
         ? with_threads(threads: NonZeroUsize);
         ? with_memory(memory: usize);
+    }
+}
+
+impl PlanOptions {
+    /// Whether the cost model counts the packing of the filter.
+    pub(crate) fn counted_filter(&self) -> Filter {
+        if self.batch_invariant { Filter::Kept } else { self.filter }
     }
 }
 

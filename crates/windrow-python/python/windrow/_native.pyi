@@ -50,6 +50,7 @@ def causal_conv1d(
     cu_seqlens: Array | None = None,
     initial_states: Array | None = None,
     return_final_states: Literal[False] = False,
+    batch_invariant: bool = False,
     out: A | None = None,
     device: str | None = None,
 ) -> A:
@@ -65,6 +66,7 @@ def causal_conv1d(
     initial_states: [b or sequences, d, width - 1], the inputs before each sequence; by default zeros.
     return_final_states: if true, the result is `(y, final_states)`. final_states has the shape of
     initial_states.
+    batch_invariant: if true, the bits of a sequence do not depend on the other sequences (on the CPU only).
     out: the array that is written and returned. device: where arrays in main memory are computed.
 
     Raises ValueError, TypeError (element types) or IndexError (`cu_seqlens` that does not rise from 0
@@ -82,6 +84,7 @@ def causal_conv1d(
     cu_seqlens: Array | None = None,
     initial_states: Array | None = None,
     return_final_states: Literal[True],
+    batch_invariant: bool = False,
     out: A | None = None,
     device: str | None = None,
 ) -> tuple[A, A]: ...
@@ -96,6 +99,7 @@ def causal_conv1d(
     cu_seqlens: Array | None = None,
     initial_states: Array | None = None,
     return_final_states: bool,
+    batch_invariant: bool = False,
     out: A | None = None,
     device: str | None = None,
 ) -> A | tuple[A, A]: ...
@@ -109,6 +113,7 @@ def causal_conv1d_split(
     initial_states: Array | None,
     return_final_states: bool,
     split: Sequence[int],
+    batch_invariant: bool,
 ) -> list[A]: ...
 def causal_conv1d_backward(
     dy: A,
@@ -171,6 +176,7 @@ def conv2d(
     activation: Activation | None = None,
     accuracy: Accuracy | None = None,
     algorithm: str | None = None,
+    batch_invariant: bool = False,
     out: A | None = None,
     device: str | None = None,
     filters: tuple[FilterCache, bool] | None = None,
@@ -186,6 +192,7 @@ def conv2d(
     activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
     algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
+    batch_invariant: if true, the bits of an image do not depend on the other images (on the CPU only).
     out: the array that is written and returned. device: where arrays in main memory are computed.
 
     Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
@@ -208,6 +215,7 @@ def conv3d(
     activation: Activation | None = None,
     accuracy: Accuracy | None = None,
     algorithm: str | None = None,
+    batch_invariant: bool = False,
     out: A | None = None,
     filters: tuple[FilterCache, bool] | None = None,
 ) -> A:
@@ -221,7 +229,7 @@ def conv3d(
     initial_frames; or "causal_repeat", with the first frame in place of zeros.
     initial_frames: the frames before the first one, [n, c, (kt - 1) * dilation, h, w]. final_frames: an array of this
     shape, which the frames after the last one would follow; it is written, and may be initial_frames.
-    residual, activation, accuracy, algorithm and out: as for `conv2d`.
+    residual, activation, accuracy, algorithm, batch_invariant and out: as for `conv2d`.
 
     Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
     compute this case, or arrays on a GPU).
@@ -374,6 +382,7 @@ class Conv2dPlan:
         activation: Activation | None = None,
         accuracy: Accuracy | None = None,
         algorithm: str | None = None,
+        batch_invariant: bool = False,
         device: str | None = None,
     ) -> None: ...
     @property

@@ -62,6 +62,8 @@ pub(crate) use inputs;
 pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
     /// The name in reports, errors and the keys of the tuning tables.
     const NAME: &'static str;
+    /// True if plans on the CPU have the option [`PlanOptions::batch_invariant`].
+    const HAS_BATCH_INVARIANT: bool = true;
     /// The inputs of a run.
     const INPUTS: &'static [Input<Self::Spec>];
     /// The spec: what to compute.

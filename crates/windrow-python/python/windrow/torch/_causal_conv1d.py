@@ -34,10 +34,18 @@ def as_given(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)]
 
 
+# PyTorch's dispatcher leaves out the last argument of an operator if it has its default.
 def _kernel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None, *rest: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+    return_final_states: bool,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, ...]:
-    seq_idx, cu_seqlens, activation, return_final_states = rest
     y = _native.causal_conv1d(
         x,
         *as_computed(x, weight, bias),
@@ -46,12 +54,13 @@ def _kernel(
         cu_seqlens=cu_seqlens,
         initial_states=initial_states,
         return_final_states=return_final_states,
+        batch_invariant=batch_invariant,
     )
     return y if return_final_states else or_empty(x, (y, None))
 
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, cu_seqlens, _activation, return_final_states = rest
+    _bias, _initial_states, _seq_idx, cu_seqlens, _activation, return_final_states = rest[:6]
     y = _fake_output(x, weight.shape[0])
     if not return_final_states:
         return y, x.new_empty(0)
@@ -78,7 +87,8 @@ def _backward_kernel(
 
 _causal_conv1d = define(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? seq_idx,"
-    " Tensor? cu_seqlens, str? activation, bool return_final_states) -> (Tensor, Tensor)",
+    " Tensor? cu_seqlens, str? activation, bool return_final_states, bool batch_invariant=False)"
+    " -> (Tensor, Tensor)",
     _kernel,
     _fake,
 )
@@ -94,15 +104,17 @@ _causal_conv1d_backward = define(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.activation, ctx.return_final_states = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.activation, ctx.return_final_states = inputs[6:8]
+    # The number of arguments that have no gradient.
+    ctx.others = len(inputs) - 4
+    ctx.save_for_backward(*inputs[:6])
 
 
 def _backward(ctx: Any, dy: Tensor, dfinal_states: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:4]
     tensors = (dy, dfinal_states if ctx.return_final_states else None, *ctx.saved_tensors)
     grads = call(_causal_conv1d_backward, _backward_kernel, tensors, ctx.activation, needs)
-    return *or_none(grads, needs), None, None, None, None
+    return *or_none(grads, needs), *[None] * ctx.others
 
 
 differentiable(_causal_conv1d, _kernel, _setup_context, _backward)
@@ -110,9 +122,17 @@ autocast(_causal_conv1d, lower_precision=[0, 1, 2, 3])
 
 
 def _split_kernel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None, *rest: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    split: list[int],
+    activation: str | None,
+    return_final_states: bool,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, ...]:
-    seq_idx, cu_seqlens, split, activation, return_final_states = rest
     results = _native.causal_conv1d_split(
         x,
         *as_computed(x, weight, bias),
@@ -122,33 +142,34 @@ def _split_kernel(
         initial_states,
         return_final_states,
         split,
+        batch_invariant,
     )
     states = results.pop() if return_final_states else None
     return or_empty(x, (*results, *[None] * (3 - len(results)), states))
 
 
 def _split_fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *options, split, activation, return_final_states = rest
+    *options, split, activation, return_final_states = rest[:7]
     _, states = _fake(x, weight, *options, activation, return_final_states)
     ys = [_fake_output(x, n) for n in split]
     return or_empty(x, (*ys, *[None] * (3 - len(ys)), states))
 
 
 def _split_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, split, ctx.activation, ctx.return_final_states = inputs
-    ctx.parts = len(split)
-    ctx.save_for_backward(*tensors)
+    split, ctx.activation, ctx.return_final_states = inputs[6:9]
+    ctx.parts, ctx.others = len(split), len(inputs) - 4
+    ctx.save_for_backward(*inputs[:6])
 
 
 def _split_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     # One copy: the kernels of gradients read all channels of one tensor.
     dy = torch.cat(grads[: ctx.parts], 1)
-    return *_backward(ctx, dy, grads[3]), None
+    return _backward(ctx, dy, grads[3])
 
 
 _causal_conv1d_split = define(
     "causal_conv1d_split(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? seq_idx,"
-    " Tensor? cu_seqlens, SymInt[] split, str? activation, bool return_final_states)"
+    " Tensor? cu_seqlens, SymInt[] split, str? activation, bool return_final_states, bool batch_invariant=False)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _split_kernel,
     _split_fake,
@@ -172,6 +193,7 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Tensor | None = None,
     split: None = None,
+    batch_invariant: bool = False,
 ) -> Tensor: ...
 
 
@@ -188,6 +210,7 @@ def causal_conv1d_fn(
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
     split: None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -204,6 +227,7 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Tensor | None = None,
     split: None = None,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -220,6 +244,7 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Tensor | None = None,
     split: Sequence[int],
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, ...]: ...
 
 
@@ -236,6 +261,7 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Tensor | None = None,
     split: Sequence[int],
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, ...] | tuple[tuple[Tensor, ...], Tensor]: ...
 
 
@@ -251,6 +277,7 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Tensor | None = None,
     split: Sequence[int] | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Any, ...]:
     """Causal convolution of whole sequences; a drop-in replacement of causal-conv1d's function of this name.
 
@@ -264,6 +291,8 @@ def causal_conv1d_fn(
     activation: None, "silu", "swish", "gelu", "gelu_tanh", "relu" or "relu6".
     split: one to three numbers of channels whose sum is dim (dim_out). y is then a tuple of tensors, each of which has
     so many of the channels and no gaps: `torch.split(y, split, dim=1)` without a copy behind it.
+    batch_invariant: if true, the bits of a sequence do not depend on the other sequences of the batch, on the number of
+    threads, or on what was measured (on the CPU only).
 
     Returns y, or (y, final_states) with `return_final_states`.
     """
@@ -271,10 +300,11 @@ def causal_conv1d_fn(
     tensors = (x, weight, bias, initial_states, seq_idx, cu_seqlens)
     y: Any
     if split is None:
-        y, final_states = call(_causal_conv1d, _kernel, tensors, activation, return_final_states)
+        rest: tuple[Any, ...] = (activation, return_final_states, batch_invariant)
+        y, final_states = call(_causal_conv1d, _kernel, tensors, *rest)
     else:
         expect(split, weight.shape[0])
-        rest = (list(split), activation, return_final_states)
+        rest = (list(split), activation, return_final_states, batch_invariant)
         *y, final_states = call(_causal_conv1d_split, _split_kernel, tensors, *rest)
         y = tuple(y[: len(split)])
     if not return_final_states:

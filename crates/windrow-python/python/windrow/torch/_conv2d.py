@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from windrow import _native
 from windrow.torch._activations import activation_of
+from windrow.torch._batch_invariant import accuracy_with
 from windrow.torch._filters import adopt, kept_with, unkept
 from windrow.torch._library import (
     autocast,
@@ -198,6 +199,7 @@ def conv2d(
     activation: str | None = None,
     accuracy: str | None = None,
     algorithm: str | None = None,
+    batch_invariant: bool = False,
     frozen: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.conv2d`, computed by Windrow.
@@ -209,11 +211,15 @@ def conv2d(
     algorithm: one of `windrow.Conv2dPlan.algorithms`. None lets the cost model choose. "fastest" measures Windrow's and
     PyTorch's operator at the first call of a problem, and later calls use the faster one.
 
+    batch_invariant: if true, the bits of an image do not depend on the other images, on the number of threads, or on what
+    was measured (on the CPU only). Then Windrow computes the convolution and its gradients.
+
     The packed form of a filter is kept as long as the filter's memory exists, except if a gradient of the filter is
     wanted. Each call checks if the filter still has the values that were packed. With `frozen` you promise that it has,
     and nothing is checked.
     """
     tensors = (input, weight, bias)
+    accuracy = _accuracy(accuracy, algorithm, batch_invariant)
     how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
     if has_torch_function(tensors):
         # The tracer of torch.fx comes here too, and makes one node of the call.
@@ -241,6 +247,7 @@ def conv1d(
     activation: str | None = None,
     accuracy: str | None = None,
     algorithm: str | None = None,
+    batch_invariant: bool = False,
     frozen: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.conv1d`, as `conv2d` of images of one row.
@@ -249,6 +256,7 @@ def conv1d(
     The options are those of `conv2d`.
     """
     tensors = (input, weight, bias)
+    accuracy = _accuracy(accuracy, algorithm, batch_invariant)
     how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
     if has_torch_function(tensors):
         return handle_torch_function(conv1d, tensors, *tensors, stride, padding, dilation, groups, **how)
@@ -278,6 +286,7 @@ def conv_transpose2d(
     activation: str | None = None,
     accuracy: str | None = None,
     algorithm: str | None = None,
+    batch_invariant: bool = False,
     frozen: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.conv_transpose2d`, as the data gradient of a convolution.
@@ -287,6 +296,7 @@ def conv_transpose2d(
     packed form of the filter is not kept.
     """
     tensors = (input, weight, bias)
+    accuracy = _accuracy(accuracy, algorithm, batch_invariant)
     how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
     if has_torch_function(tensors):
         args = (*tensors, stride, padding, output_padding, groups, dilation)
@@ -312,6 +322,7 @@ def conv_transpose1d(
     activation: str | None = None,
     accuracy: str | None = None,
     algorithm: str | None = None,
+    batch_invariant: bool = False,
     frozen: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.conv_transpose1d`, as `conv_transpose2d` of images of one row.
@@ -319,6 +330,7 @@ def conv_transpose1d(
     input: [n, c, l] or [c, l], f32, f16 or bf16, any strides; weight: [c, k / groups, width]; the result is contiguous.
     """
     tensors = (input, weight, bias)
+    accuracy = _accuracy(accuracy, algorithm, batch_invariant)
     how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
     if has_torch_function(tensors):
         args = (*tensors, stride, padding, output_padding, groups, dilation)
@@ -335,6 +347,12 @@ def conv_transpose1d(
     more = _each("output_padding", output_padding, 1)
     options = Options([1, *stride], [0, *padding], [1, *dilation], groups, [0, *more])
     return _transposed(input, weight, bias, options, **how)
+
+
+def _accuracy(accuracy: str | None, algorithm: str | None, batch_invariant: bool) -> str | None:
+    if batch_invariant and algorithm == FASTEST:
+        raise ValueError(f"`algorithm` is {FASTEST!r}, expected another with `batch_invariant`")
+    return accuracy_with(accuracy, batch_invariant)
 
 
 def _transposed(input: Tensor, weight: Tensor, bias: Tensor | None, options: Options, **how: Any) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from windrow.torch._conv2d import _convolved, _each, _named_padding
+from windrow.torch._conv2d import _accuracy, _convolved, _each, _named_padding
 from windrow.torch.choice.problem import Options
 
 
@@ -22,6 +22,7 @@ def conv3d(
     activation: str | None = None,
     accuracy: str | None = None,
     algorithm: str | None = None,
+    batch_invariant: bool = False,
     frozen: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.conv3d`, computed by Windrow on the CPU. Gradients are PyTorch's.
@@ -31,6 +32,7 @@ def conv3d(
     "fastest", where PyTorch computes them.
     """
     tensors = (input, weight, bias)
+    accuracy = _accuracy(accuracy, algorithm, batch_invariant)
     how: dict[str, Any] = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
     if has_torch_function(tensors):
         return handle_torch_function(conv3d, tensors, *tensors, stride, padding, dilation, groups, **how)

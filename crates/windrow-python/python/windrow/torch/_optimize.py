@@ -75,7 +75,13 @@ class _Told:
 _WHOLE = "the model"
 
 
-def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True, rest: str | None = None) -> nn.Module:
+def optimize(
+    model: nn.Module,
+    accuracy: str | None = None,
+    check: bool = True,
+    rest: str | None = None,
+    batch_invariant: bool = False,
+) -> nn.Module:
     """A new module that computes the same as `model.eval()`, faster; the model itself does not change.
 
     Windrow's backend of `torch.compile` compiles the calls of the new module, with its option `freeze`. Normalisations
@@ -94,6 +100,8 @@ def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True, 
     rest: the way to run everything but convolutions: "eager" for PyTorch's operators one by one, or "inductor". None
     means "inductor" for graphs on CUDA with group normalisations, otherwise "eager".
 
+    batch_invariant: if true, the bits of an image's result do not depend on the other images in its batch, as in `patch`.
+
     Raises ValueError for other values, and VersionError if PyTorch is too old for the backend.
     """
     if accuracy not in ACCURACIES:
@@ -109,10 +117,11 @@ def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True, 
         undo(module)
     unpatch(result).eval().requires_grad_(False)
     report = OptimizeReport()
+    options = {"accuracy": accuracy, "batch_invariant": batch_invariant, "check": check, "rest": rest}
     for name, module in [*result.named_modules()]:
         if module is result or (_holds_a_convolution(module) and _is_called(module)):
             module.__class__ = derived(type(module), Compiled)
-            module.__dict__["_windrow_part"] = _Part(report, name, {"accuracy": accuracy, "check": check, "rest": rest})
+            module.__dict__["_windrow_part"] = _Part(report, name, options)
     result.windrow_report = report
     return result  # type: ignore[no-any-return]
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from windrow.torch._batch_invariant import NOT_PROMISED, accuracy_with, is_promised
 from windrow.torch._batch_norm import BatchNorm2d
 from windrow.torch._conv2d import ACCURACIES, FASTEST
 from windrow.torch._gelu import GELU
 from windrow.torch._group_norm import GroupNorm
 from windrow.torch._modules import Conv1d, Conv2d, Conv3d, Convolution, ConvTranspose1d, ConvTranspose2d
 from windrow.torch.choice import budget, store
+from windrow.torch.choice.problem import TYPES
 
 
 @dataclass
@@ -39,7 +41,8 @@ class PatchReport:
         lines += [f"left {name}: {why}" for name, why in self.left.items()]
         if not lines:
             return "no convolution and no GELU in this model"
-        if any(isinstance(m, Convolution) and m.accuracy != "exact" for m in modules.values()):
+        decides = lambda m: isinstance(m, Convolution) and m.algorithm == FASTEST
+        if any(decides(m) and m.accuracy != "exact" for m in modules.values()):
             lines.append(
                 "results are compared with PyTorch's when a problem is decided, not later: pixels such as -9999 or 1e9 "
                 'may then take digits from outputs that do not see them, but not with accuracy="exact"'
@@ -75,7 +78,7 @@ _OWN = {
 }
 
 
-def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
+def patch(model: nn.Module, accuracy: str | None = None, batch_invariant: bool = False) -> PatchReport:
     """Makes Windrow compute the convolutions and GELUs of a model, each if that is faster.
 
     Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and
@@ -96,6 +99,11 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     PyTorch's flags decide for f32, and f16 and bf16 are summed in f32. "half" allows algorithms that round the operands
     to f16 or bf16.
 
+    batch_invariant: if true, Windrow computes every convolution that it supports, nothing is measured, and the bits of an
+    image's result do not depend on the other images in its batch (on the CPU only). Nothing else is swapped. The report
+    also names each other module whose bits may depend on the batch, such as linear layers, normalisations and
+    attention. Functions that a `forward` calls are not found.
+
     `unpatch` undoes `patch`, and `patched` patches a model for the time of a block.
     """
     if accuracy not in ACCURACIES:
@@ -104,6 +112,8 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     swapped = []
     for name, module in model.named_modules():
         why = _why_left(module)
+        if why is None and batch_invariant:
+            why = _why_not_promised(module)
         if why is not None:
             report.left[name] = why
         elif type(module) in _OWN:
@@ -116,7 +126,8 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
         module.__class__ = _OWN[type(module)]
         setattr(module, _MARK, True)
         if isinstance(module, Convolution):
-            module.algorithm, module.accuracy = FASTEST, accuracy
+            module.algorithm = None if batch_invariant else FASTEST
+            module.accuracy = accuracy_with(accuracy, batch_invariant)
     return report
 
 
@@ -139,10 +150,12 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def patched(model: nn.Module, accuracy: str | None = None) -> Iterator[PatchReport]:
+def patched(
+    model: nn.Module, accuracy: str | None = None, batch_invariant: bool = False
+) -> Iterator[PatchReport]:
     """A context in which a model is patched: `with windrow.torch.patched(model) as report:`. At its end the swapped
     modules get PyTorch's classes back."""
-    report = patch(model, accuracy)
+    report = patch(model, accuracy, batch_invariant)
     modules = dict(model.named_modules())
     swapped = {name: modules[name] for name in report.swapped}
     try:
@@ -206,6 +219,18 @@ def _why_left(module: nn.Module) -> str | None:
     if re.search("ge(l|gl)u", kind.__name__, re.IGNORECASE):
         return f"{name} is no nn.GELU; where it computes the same, put windrow.torch.GELU in its place"
     return None
+
+
+def _why_not_promised(module: nn.Module) -> str | None:
+    """The reason why the bits of a module may depend on the batch. None for modules that `patch` swaps, for those that
+    add nothing up, and for those that only contain others."""
+    kind = type(module)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind in _OWN and isinstance(module, nn.modules.conv._ConvNd):
+        types = {p.dtype for p in module.parameters()}
+        return f"{name} of {', '.join(map(str, types - {*TYPES}))}: {NOT_PROMISED}" if types - {*TYPES} else None
+    is_whole = isinstance(module, nn.MultiheadAttention) or not [*module.children()]
+    return f"{name}: {NOT_PROMISED}" if is_whole and not is_promised(module) else None
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -19,6 +19,10 @@ fn direct() -> CausalConv1dConfiguration {
     CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct)
 }
 
+fn im2col() -> CausalConv1dConfiguration {
+    CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Im2colGemm)
+}
+
 fn bits(held: &Held) -> Vec<u64> {
     held.values().unwrap().into_iter().map(f64::to_bits).collect()
 }
@@ -37,14 +41,20 @@ impl Sequence {
     }
 
     /// All tokens at once, from tokens `range` of rows [b, d, l].
-    fn whole(&self, x: &TensorRef<'_>, y: TensorMut<'_>, threads: usize) {
+    fn whole(
+        &self,
+        by: CausalConv1dConfiguration,
+        x: &TensorRef<'_>,
+        y: TensorMut<'_>,
+        threads: usize,
+    ) {
         let args = CausalConv1dArgs::new(*x, self.weight.as_ref()).with_bias(self.bias.as_ref());
         let spec = CausalConv1dSpec::new(*x.desc(), *args.weight.desc())
             .unwrap()
             .with_output(*y.desc())
             .with_bias(*self.bias.as_ref().desc())
             .with_activation(self.activation);
-        let plan = CausalConv1dPlan::on_isa(&spec, &direct(), &options(threads), self.isa).unwrap();
+        let plan = CausalConv1dPlan::on_isa(&spec, &by, &options(threads), self.isa).unwrap();
         let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
         plan.run(&args, CausalConv1dOutputs::new(y), &mut workspace).unwrap();
     }
@@ -134,15 +144,18 @@ fn bits_do_not_depend_on_pieces_or_neighbours() {
                 bias: hold(2, parameter(&[d])),
             };
             let what = format!("{dtype} {d} x {l} width {width} {activation:?} {order:?} {isa:?}");
-            let whole = |x: &Held, threads: usize| {
+            let whole = |by: CausalConv1dConfiguration, x: &Held, threads: usize| {
                 let mut y = Held::new(*x.as_ref().desc(), &[]).unwrap();
-                sequence.whole(&x.as_ref(), y.as_mut().unwrap(), threads);
+                sequence.whole(by, &x.as_ref(), y.as_mut().unwrap(), threads);
                 bits(&y)
             };
-            let alone = whole(&sequence.x, 1);
-            for threads in [1, 3] {
-                assert_eq!(whole(&batch, threads)[row..], alone, "in a batch: {what}");
+            for by in [im2col(), direct()] {
+                let alone = whole(by, &sequence.x, 1);
+                for threads in [1, 3] {
+                    assert_eq!(whole(by, &batch, threads)[row..], alone, "in a batch: {what}");
+                }
             }
+            let alone = whole(direct(), &sequence.x, 1);
             let state = sequence.in_pieces(l, Sequence::serve)[1].clone();
             for n in [1, 2, 7, 64, 8192] {
                 let [y, kept] = sequence.in_pieces(n, Sequence::serve);

@@ -88,13 +88,16 @@ impl Engine<Conv3d> for Cpu {
 
     fn choose(setup: &Setup<'_, Conv3d, Isa>) -> Result<Conv2dAlgorithm> {
         let video = Video::new(setup.spec, setup.problem)?;
-        Ok(cpu::choose(&video.task(setup.place, setup.threads())?, setup.options.filter))
+        let task = video.task(setup.place, setup.threads())?;
+        let task = task.with_batch_invariant(setup.options.batch_invariant);
+        Ok(cpu::choose(&task, setup.options.counted_filter()))
     }
 
     fn new(setup: &Setup<'_, Conv3d, Isa>, configuration: &Conv2dConfiguration) -> Result<Self> {
         let video = Video::new(setup.spec, setup.problem)?;
         let threads = threads(setup.threads(), configuration);
         let task = video.task(setup.place, threads)?;
+        let task = task.with_batch_invariant(setup.options.batch_invariant);
         let Some(prepared) = cpu::prepare(&task, configuration)? else {
             return Err(setup.unsupported(configuration.algorithm, &cpu::supported(&task)?));
         };

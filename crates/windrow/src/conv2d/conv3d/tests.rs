@@ -285,3 +285,27 @@ fn final_frames_are_apart_or_the_initial_frames() {
     assert_eq!(y, [561.0, 612.0, 123.0, 234.0]);
     assert_eq!(memory, [3.0, 4.0, 7.0]);
 }
+
+/// Videos alone and in a batch, by filters of one frame and of several.
+#[test]
+fn bits_do_not_depend_on_other_videos() {
+    let options = PlanOptions::default().with_batch_invariant(true);
+    for (frames, [c, k, side]) in [(1, [64, 64, 9]), (3, [20, 24, 7]), (1, [3, 8, 20])] {
+        let x = verify::random_tensor(1, f32s(&[9, c, 4, side, side]), -1.0, 1.0).unwrap();
+        let w = verify::random_tensor(2, f32s(&[k, c, frames, 3, 3]), -1.0, 1.0).unwrap();
+        let params = Conv3dParams::default().with_padding([0, 1, 1]);
+        let bits = |x: TensorRef<'_>| {
+            let spec = Conv3dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
+            let plan = Conv3dPlan::new(&spec, &options).unwrap();
+            let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+            let mut y = Tensor::uninitialised(spec.y).unwrap();
+            plan.run(&Conv3dArgs::new(x, w.as_ref()), y.as_mut(), &mut workspace).unwrap();
+            let y = y.to_vec::<f32>().unwrap();
+            y.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let all = bits(x.as_ref());
+        for (video, want) in all.chunks(all.len() / 9).enumerate() {
+            assert_eq!(bits(x.as_ref().narrow(0, video..video + 1).unwrap()), want, "{frames}");
+        }
+    }
+}

@@ -23,7 +23,7 @@ const RUN_FILTER: usize = 128 << 10;
 
 /// The algorithm that should be fastest among those that the accuracy allows.
 pub(crate) fn choose(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
-    let (spec, p) = (task.spec, task.problem);
+    let (spec, p) = (task.spec, &task.sizes());
     if task.stencil.frames.is_some() {
         return of_frames(task, filter);
     }
@@ -48,7 +48,7 @@ pub(crate) fn choose(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
             return Conv2dAlgorithm::WinogradFused(FUSED_TILE);
         }
         if !row_major || p.c > DIRECT_CHANNELS {
-            let products = |tile| Products::of(spec, p, task.isa, tile);
+            let products = |tile| Products::of(task, p, tile);
             let winograd = Conv2dAlgorithm::WinogradGemm(best_tile(p, filter, products));
             // Where few pixels share the filter, transforming it takes longer than the products that this saves.
             let staged = StagedMethod.cost(task, winograd, filter);
@@ -70,7 +70,7 @@ pub(crate) fn choose(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
 
 /// The same for a convolution that reads several frames.
 fn of_frames(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
-    let (spec, p) = (task.spec, task.problem);
+    let (spec, p) = (task.spec, &task.sizes());
     // A channel of a few frames is copied once for all taps of its rows, and the im2col matrix for each of them.
     let row_major = !is_channels_last(&spec.y.layout);
     if p.prefers_direct() || p.c_group() <= DIRECT_CHANNELS && p.r * p.s > 1 && row_major {
@@ -78,7 +78,7 @@ fn of_frames(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
     }
     if p.is_winograd() && spec.accuracy != Accuracy::Exact {
         let p = &p.with_frames_as_channels(MAX_LANES);
-        let products = |tile| Products::of(spec, p, task.isa, tile);
+        let products = |tile| Products::of(task, p, tile);
         let winograd = Conv2dAlgorithm::WinogradGemm(best_tile(p, filter, products));
         let sums = IM2COL.cost(task, Conv2dAlgorithm::Im2colGemm, filter);
         if StagedMethod.cost(task, winograd, filter) <= sums {
@@ -206,7 +206,7 @@ mod tests {
                 let spec = Conv2dSpec::new(x, w, &params).unwrap();
                 let p = spec.problem().unwrap();
                 let tile = choose(&spec, isa, Filter::Kept).tile().unwrap_or(Tile::F6);
-                (tile, Products::of(&spec, &p, isa, tile))
+                (tile, Products::of(&Task::new(&spec, &p, isa, 1).unwrap(), &p, tile))
             };
             for (c, side, want) in [
                 (256, 128, (Tile::F4, Products::Tiles)),

@@ -155,7 +155,7 @@ impl<F: TapSums> Method for ByTaps<F> {
     }
 
     fn cost(&self, task: &Task<'_>, _: Conv2dAlgorithm, filter: Filter) -> f64 {
-        sums_cost(task.problem, filter, F::rate(task.spec.x.dtype))
+        sums_cost(&task.sizes(), filter, F::rate(task.spec.x.dtype))
     }
 
     fn prepare(&self, task: &Task<'_>, _: &Conv2dConfiguration) -> Found {

@@ -20,7 +20,14 @@ pub(crate) struct Task<'a> {
     pub(super) stencil: Stencil,
     pub(super) isa: Isa,
     pub(super) threads: usize,
+    /// True if the bits of an image must not depend on the number of images.
+    pub(super) batch_invariant: bool,
 }
+
+/// The number of images for which the cost model chooses if the bits of an image must not depend on their number. With
+/// one image it would choose tiles that waste time in larger batches, and with many images tiles of which one image
+/// fills few.
+const IMAGES: usize = 8;
 
 impl<'a> Task<'a> {
     /// The convolution itself.
@@ -30,7 +37,21 @@ impl<'a> Task<'a> {
         isa: Isa,
         threads: usize,
     ) -> Result<Self> {
-        Ok(Task { spec, problem, stencil: Stencil::forward(spec, problem)?, isa, threads })
+        let stencil = Stencil::forward(spec, problem)?;
+        Ok(Task { spec, problem, stencil, isa, threads, batch_invariant: false })
+    }
+
+    /// The same with the choice whether the bits of an image may depend on the number of images.
+    pub(crate) fn with_batch_invariant(mut self, batch_invariant: bool) -> Self {
+        self.batch_invariant = batch_invariant;
+        self
+    }
+
+    /// The sizes for which everything is chosen that changes bits: with a fixed number of images if these must not
+    /// depend on it.
+    pub(super) fn sizes(&self) -> Problem {
+        let n = if self.batch_invariant { IMAGES } else { self.problem.n };
+        Problem { n, ..*self.problem }
     }
 
     /// The same over the frames of a video, if any are given.
@@ -56,7 +77,7 @@ pub(super) trait Method: Sync {
     /// The expected time of a task that the method supports. The unit is the time of one f32 multiplication in
     /// vectorised code.
     fn cost(&self, task: &Task<'_>, _: Conv2dAlgorithm, filter: Filter) -> f64 {
-        sums_cost(task.problem, filter, 1.0)
+        sums_cost(&task.sizes(), filter, 1.0)
     }
 
     /// The names of the parameters of a [`Conv2dConfiguration`] that the method accepts. Each parameter is a positive

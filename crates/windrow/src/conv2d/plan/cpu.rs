@@ -39,7 +39,8 @@ pub(in crate::conv2d) fn stored(sums: f64, spec: &Conv2dSpec) -> f64 {
 
 /// The description of the convolution that is given to methods.
 fn task<'a>(setup: &Setup<'a, Conv2d, Isa>, threads: usize) -> Result<Task<'a>> {
-    Task::new(setup.spec, setup.problem, setup.place, threads)
+    let task = Task::new(setup.spec, setup.problem, setup.place, threads)?;
+    Ok(task.with_batch_invariant(setup.options.batch_invariant))
 }
 
 impl Engine<Conv2d> for Cpu {
@@ -50,7 +51,7 @@ impl Engine<Conv2d> for Cpu {
     }
 
     fn choose(setup: &Setup<'_, Conv2d, Isa>) -> Result<Conv2dAlgorithm> {
-        Ok(cpu::choose(&task(setup, setup.threads())?, setup.options.filter))
+        Ok(cpu::choose(&task(setup, setup.threads())?, setup.options.counted_filter()))
     }
 
     fn new(setup: &Setup<'_, Conv2d, Isa>, configuration: &Conv2dConfiguration) -> Result<Self> {
@@ -194,7 +195,10 @@ impl Cpu {
     }
 
     fn backward(&self, plan: &Conv2dPlan) -> Result<&Backward> {
-        self.backward.get(|| Backward::new(&plan.spec, &plan.problem, self.isa, self.threads))
+        self.backward.get(|| {
+            let task = Task::new(&plan.spec, &plan.problem, self.isa, self.threads)?;
+            Backward::new(task.with_batch_invariant(plan.options.batch_invariant))
+        })
     }
 
     /// Bytes of workspace that are enough for each of the gradients.

@@ -2,6 +2,7 @@
 
 mod errors;
 mod filters;
+mod invariance;
 mod layers;
 mod no_data;
 mod plans;

@@ -28,6 +28,8 @@ def windrow(
 
     mode: as in `torch.compile`. options: all options of Inductor, and these:
     accuracy: "exact", "fp32", "tf32" or "half"; None means the accuracy of PyTorch's own convolutions.
+    batch_invariant: True if the bits of an image must not depend on the other images in its batch, as in `patch`. The
+    report then names each other operator whose bits may depend on it.
     check: False skips the comparison at a graph's first call.
     freeze: False computes what depends on parameters alone again on each call.
     mode: as the argument.

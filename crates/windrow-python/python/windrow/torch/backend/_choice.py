@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from windrow.torch._batch_invariant import is_batch_invariant
 from windrow.torch._conv2d import accuracy_of
 from windrow.torch._filters import kept_with, unkept
 from windrow.torch.backend._constants import value
@@ -32,13 +33,14 @@ After = tuple[Any, str | None] | None
 def is_pytorchs(
     conv: Convolution, accuracy: str | None, in_graphs: bool, memory: Memory, after: After = None
 ) -> bool:
-    """True if PyTorch computes this convolution faster. False for sizes that may change.
+    """True if PyTorch computes this convolution faster. False for sizes that may change, and if bits must not depend on
+    the batch.
 
     `accuracy`: the one that the user asks for. `in_graphs`: Inductor captures the compiled code into CUDA graphs.
     `memory`: of the graph.
     """
     given = _given(conv, accuracy, after)
-    if given is None:
+    if given is None or is_batch_invariant(accuracy):
         return False
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         decided = is_decided_for_pytorch(*given, in_graphs)
@@ -60,13 +62,14 @@ def is_step_pytorchs(node: fx.Node, accuracy: str | None) -> bool:
     convolution and its gradients faster, or Windrow gains too little. Both nodes get the same answer, because it is one
     about the whole step. The first of them measures it.
 
-    False for sizes that may change, and for strict f32. There Windrow is faster in most layers, and each call decides,
-    when it is known how much memory there is.
+    False for sizes that may change, if bits must not depend on the batch, and for strict f32. There Windrow is faster
+    in most layers, and each call decides, when it is known how much memory there is.
     """
     of, (x, weight, bias, dy), needs = step_of(node)
     options, accuracy = Options(*of), accuracy_of(accuracy, x)
     is_strict = x.dtype == torch.float32 and accuracy != "tf32"
-    if is_strict or not _is_known(x, weight, bias, dy, *options[:3]) or not can_be_ours(x, weight, bias):
+    is_ours = is_strict or is_batch_invariant(accuracy)
+    if is_ours or not _is_known(x, weight, bias, dy, *options[:3]) or not can_be_ours(x, weight, bias):
         return False
     with _disable_current_modes(), torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
         generator = torch.Generator(x.device).manual_seed(0)

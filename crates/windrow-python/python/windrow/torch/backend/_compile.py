@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from windrow.torch._batch_invariant import NOT_PROMISED, is_batch_invariant, others
 from windrow.torch.backend._check import Check
 from windrow.torch.backend._choice import is_pytorchs, is_step_pytorchs
 from windrow.torch.backend._concat import concatenate_in_place, write_in_place
@@ -24,6 +25,7 @@ from windrow.torch.backend._norms import norms_to_convolutions
 from windrow.torch.backend._options import Options
 from windrow.torch.backend._others import others_to_windrows
 from windrow.torch.backend._padding import fold_padding
+from windrow.torch.backend._report import name_of
 from windrow.torch.backend._upsampling import whole_upsampling
 
 _log = logging.getLogger(__name__.rpartition(".")[0])
@@ -115,10 +117,10 @@ class _Frozen:
         fused = fuse(graph, constants, options.accuracy, decompositions, memory, options.report)
         # Inductor fuses more with PyTorch's own.
         is_left = lambda conv: decompositions is not None and is_pytorchs(conv, options.accuracy, in_graphs, memory)
-        others = to_windrows(graph, options.accuracy, False, options.report, is_left)
+        rest = to_windrows(graph, options.accuracy, False, options.report, is_left)
         written = write_in_place(graph, copies)
         # What was folded into convolutions, what these became, and the number of other convolutions.
-        self.what = folded, fused, others
+        self.what = folded, fused, rest
         counts = "folded into convolutions: %s; fused: %s; other convolutions: %d; group norms: %d; batch norms: %d"
         counts += "; parts of concatenations: %d, %d of them by convolutions"
         _log.info(counts, *self.what, groups, norms, len(copies), written)
@@ -126,11 +128,15 @@ class _Frozen:
             check.look(graph, constants)
         self.bind: Callable[..., fx.GraphModule] | None = None
         if decompositions is None:
-            others_to_windrows(graph, options.report)
+            if not is_batch_invariant(options.accuracy):
+                others_to_windrows(graph, options.report)
             image_steps_to_modules(module, options.report)
             self.bind, names = to_modules(module, constants)
             if check is not None:
                 check.named(names)
+        if options.report is not None and is_batch_invariant(options.accuracy):
+            for node in others(graph):
+                options.report.left(name_of(node), f"{node.target}: {NOT_PROMISED}")
         # The inputs that only the prologue or modules read.
         gone = {node for node in (*constants.watched, *constants.inputs) if not node.users}
         for node in gone:

@@ -12,6 +12,7 @@ from windrow.torch._conv2d import CHANGING, FASTEST, KEPT, accuracy_of
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._report import Report, name_of
+from windrow.torch.choice.problem import TYPES
 
 _aten = torch.ops.aten
 # The mark of a node that is left to Inductor.
@@ -23,8 +24,6 @@ VALUE, SUM = "windrow_value", "windrow_sum"
 # PyTorch's name for the inputs of a custom operator, in the layouts that Inductor gives them.
 INPUTS = "eager_input_vals"
 _OF_OTHERS = ("tensor_meta", INPUTS, VALUE, SUM)
-# The types of numbers that Windrow computes.
-TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The operators that give a tensor's elements another shape.
 VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 

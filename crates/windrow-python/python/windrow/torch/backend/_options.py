@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from windrow.torch._batch_invariant import accuracy_with
 from windrow.torch._conv2d import ACCURACIES
 from windrow.torch.backend._report import Report
 
-_OWN = ("accuracy", "check", "freeze", "mode", "report", "rest")
+_OWN = ("accuracy", "batch_invariant", "check", "freeze", "mode", "report", "rest")
 RESTS = ("inductor", "eager")
 
 
@@ -38,7 +39,7 @@ Ran = Callable[[Any, list[Any], Sequence[Any]], None]
 class Options:
     """The options of one compilation."""
 
-    # The accuracy of convolutions, as in `patch`.
+    # The accuracy of convolutions, as in `patch`. It also says whether bits may depend on the batch.
     accuracy: str | None = None
     # True if values that depend on parameters alone are computed once, unless a gradient is needed.
     freeze: bool = True
@@ -65,6 +66,9 @@ class Options:
         accuracy, freeze = own.pop("accuracy", None), own.pop("freeze", True)
         check, report = own.pop("check", True), own.pop("report", None)
         _expect("accuracy", accuracy, ACCURACIES)
+        batch_invariant = own.pop("batch_invariant", False)
+        _expect("batch_invariant", batch_invariant, (True, False))
+        accuracy = accuracy_with(accuracy, batch_invariant)
         _expect("freeze", freeze, (True, False))
         _expect("check", check, (True, False))
         _expect("rest", rest, (None, *RESTS))

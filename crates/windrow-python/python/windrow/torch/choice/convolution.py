@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from windrow import _native
 from windrow.torch._activations import activation_of
+from windrow.torch._batch_invariant import is_batch_invariant
 from windrow.torch._calls import goes_into_a_graph, is_captured
 from windrow.torch._filters import Filters, filter_cache, unkept
 from windrow.torch.choice import budget, policy, problem, store
@@ -50,6 +51,9 @@ def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
     if not problem.can_be_ours(x, filter, conv.bias):
         return Way(PyTorch(conv, layout), is_final=False)
     beside = None if residual is None else _beside(conv, x, residual, layout)
+    if is_batch_invariant(conv.accuracy):
+        # Nothing that is measured decides.
+        return Way(_named(KEPT, conv, layout, beside, None), is_final=True)
     after = After(conv.activation, beside, conv.weight.dim() == 2) if conv.is_fused else conv.activation
     now = conv.filters()
     key = key_of(x, filter, conv.bias, conv.options, conv.accuracy, after)
@@ -213,6 +217,8 @@ def is_pytorchs(
 ) -> bool | None:
     """True if PyTorch computes this convolution and all wanted gradients, because it is faster at each of them, or
     because Windrow would gain too little in all. The whole call can then be PyTorch's own. None: not decided yet."""
+    if is_batch_invariant(accuracy):
+        return False
     if type(x) is not Tensor or type(weight) not in (nn.Parameter, Tensor) or x.dim() != weight.dim():
         return None
     if torch._C._len_torch_dispatch_stack() > 0:

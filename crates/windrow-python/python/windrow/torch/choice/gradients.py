@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from windrow import _native
+from windrow.torch._batch_invariant import is_batch_invariant
 from windrow.torch._filters import filter_cache
 from windrow.torch._precision import operand_rounding
 from windrow.torch.choice import problem, store
@@ -46,6 +47,8 @@ class Backward:
         """The gradients, each computed by the faster implementation."""
         if is_video(self.x) or not problem.can_be_ours(self.x, self.weight, self.bias):
             return self.computed(needs, _NONE)
+        if is_batch_invariant(self.accuracy):
+            return self.computed(needs, needs)
         key = key_of(self.x, self.weight, self.bias, self.options, self.accuracy)
 
         def is_ours(what: str, *needs: bool) -> bool:
@@ -143,6 +146,8 @@ def decided_for(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None
 ) -> Callable[[Three], Three] | None:
     """A function that says which of the needed gradients Windrow computes, for images like x. None: not decided yet."""
+    if is_batch_invariant(accuracy):
+        return lambda needs: needs
     key = key_of(x, weight, bias, options, accuracy)
     if is_video(x):
         return lambda needs: _NONE

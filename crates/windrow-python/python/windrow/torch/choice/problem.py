@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# The types of numbers that Windrow computes.
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The part of a convolution to compute.
 FORWARD, FROZEN, CHANGING = "forward", "forward with a frozen filter", "forward with a changing filter"
 FUSED = "forward of an optimized model"
@@ -179,7 +181,7 @@ def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         x.dim() == weight.dim()
         and x.device.type in (("cpu",) if is_video(x) else ("cpu", "cuda"))
-        and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and x.dtype in TYPES
         and weight.dtype == x.dtype
         and (bias is None or bias.dtype == x.dtype)
         and x.numel() > 0

@@ -29,15 +29,17 @@ pub(in crate::conv2d) fn flushes(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bo
     }
 }
 
-/// True if tiles sum the task.
+/// True if tiles sum the task. If bits must not depend on the batch, they must not depend on the number of cores either,
+/// so f32 is summed by vectors.
 pub(in crate::conv2d::cpu) fn computes(task: &Task<'_>) -> bool {
-    flushes(task.spec, task.problem, task.isa)
+    let splits = task.spec.x.dtype == DType::F32;
+    !(splits && task.batch_invariant) && flushes(task.spec, task.problem, task.isa)
 }
 
 /// True if tiles take less time than a product of blocks.
 pub(in crate::conv2d::cpu) fn pays(task: &Task<'_>, filter: Filter) -> bool {
     let splits = task.spec.x.dtype == DType::F32;
-    computes(task) && (!splits || splitting_pays(task.spec, task.problem, filter))
+    computes(task) && (!splits || splitting_pays(task.spec, &task.sizes(), filter))
 }
 
 /// The smallest number of products of an f32 element for which splitting it takes less time than tiles save.

@@ -61,7 +61,8 @@ impl DataGradient {
 pub(super) fn by_mirrored(task: &Task<'_>) -> Result<Option<DataGradient>> {
     let Some(spec) = mirrored(task.spec, task.problem) else { return Ok(None) };
     let Ok(problem) = spec.problem() else { return Ok(None) };
-    let task = Task::new(&spec, &problem, task.isa, task.threads)?;
+    let task = Task::new(&spec, &problem, task.isa, task.threads)?
+        .with_batch_invariant(task.batch_invariant);
     // Its filter is packed on each run.
     let algorithm = choose(&task, Filter::Changing);
     let pays = match algorithm {
@@ -101,13 +102,13 @@ pub(super) fn by_products(task: &Task<'_>) -> Result<Option<DataGradient>> {
 
 /// The parts of dx, each by the first method that supports it.
 fn by_parts(task: &Task<'_>, methods: &[&dyn Method]) -> Result<Option<DataGradient>> {
-    let &Task { spec, problem: p, isa, threads, .. } = task;
+    let &Task { spec, problem: p, isa, threads, batch_invariant, .. } = task;
     let stencils = Stencil::backward_data(spec, p)?;
     let written: usize = stencils.iter().map(Stencil::pixels).sum();
     let zero = (written < p.n * p.h * p.w).then(|| Stencil::zero(spec, p));
     let mut parts = room_for(stencils.len() + 1)?;
     for stencil in zero.into_iter().chain(stencils) {
-        let part = Task { spec, problem: p, stencil, isa, threads };
+        let part = Task { spec, problem: p, stencil, isa, threads, batch_invariant };
         for method in methods {
             // A method looks at the stencil alone, not at its algorithm's parameters.
             let configuration = Conv2dConfiguration::new(method.algorithms()[0]);

@@ -10,8 +10,6 @@ use self::weight_product::WeightProduct;
 use super::gradient::WeightGradient;
 use super::method::Task;
 use super::winograd::WinogradWeight;
-use crate::conv2d::{Conv2dSpec, Problem};
-use crate::cpu::Isa;
 use crate::{Error, Result};
 
 /// A way to compute a gradient: the gradient bound to the task, or `None` if another way is expected to be faster.
@@ -45,8 +43,7 @@ pub(crate) struct Backward {
 impl Backward {
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub(crate) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Result<Self> {
-        let task = Task::new(spec, p, isa, threads)?;
+    pub(crate) fn new(task: Task<'_>) -> Result<Self> {
         Ok(Backward {
             data: first(&DATA, &task)?,
             weight: first(&WEIGHT, &task)?,

@@ -26,9 +26,9 @@ impl Method for StagedMethod {
     }
 
     fn cost(&self, task: &Task<'_>, algorithm: Conv2dAlgorithm, filter: Filter) -> f64 {
-        let p = &task.problem.with_frames_as_channels(MAX_LANES);
+        let p = &task.sizes().with_frames_as_channels(MAX_LANES);
         let tile = algorithm.tile().unwrap_or(Tile::F4);
-        cost(p, tile, filter, Products::of(task.spec, p, task.isa, tile))
+        cost(p, tile, filter, Products::of(task, p, tile))
     }
 
     fn parameters(&self) -> &'static [&'static str] {
@@ -50,13 +50,14 @@ impl Method for StagedMethod {
     }
 
     fn prepare(&self, task: &Task<'_>, configuration: &Conv2dConfiguration) -> Found {
-        let &Task { spec, problem: p, isa, threads, .. } = task;
+        let &Task { problem: p, isa, threads, .. } = task;
         let Conv2dConfiguration { algorithm, tiles, parts, vectors, .. } = *configuration;
         let Some(tile) = algorithm.tile().filter(|_| p.is_winograd()) else { return Ok(None) };
         let (lanes, _) = dispatch(isa, Vectors);
         let frames = task.stencil.frames.clone().map(|taps| FrameInput { taps, c: p.c });
         let p = &p.with_frames_as_channels(lanes);
-        let engine = WinogradCpu::with_isa(p, tile, threads, isa, Products::of(spec, p, isa, tile));
+        let products = Products::of(task, &task.sizes().with_frames_as_channels(lanes), tile);
+        let engine = WinogradCpu::with_isa(p, tile, threads, isa, products);
         let engine = WinogradCpu { frames, ..engine };
         Ok(Some(Box::new(engine.with_blocking([tiles, parts, vectors]))))
     }
@@ -76,7 +77,7 @@ impl Method for FusedMethod {
 
     /// Transformed along rows only.
     fn cost(&self, task: &Task<'_>, _: Conv2dAlgorithm, _: Filter) -> f64 {
-        task.problem.flops() / 2.0 * TILE.alpha() as f64 / (3 * TILE.m()) as f64
+        task.sizes().flops() / 2.0 * TILE.alpha() as f64 / (3 * TILE.m()) as f64
     }
 
     fn prepare(&self, task: &Task<'_>, _: &Conv2dConfiguration) -> Found {

@@ -7,8 +7,9 @@ use super::geometry::Geometry;
 use super::{WinogradCpu, block_strides};
 use crate::DType;
 use crate::conv2d::cpu::amx;
-use crate::conv2d::{Conv2dSpec, Problem, Tile};
-use crate::cpu::{Isa, SIDE, dispatch, dispatch_tiles};
+use crate::conv2d::cpu::method::Task;
+use crate::conv2d::{Problem, Tile};
+use crate::cpu::{SIDE, dispatch, dispatch_tiles};
 
 /// The hardware that sums the products of U and V; each kind rounds in its own way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,13 +26,14 @@ const SPLIT_CHANNELS: usize = 256;
 const SPLIT_TILES: usize = 192;
 
 impl Products {
-    /// Tiles only where [`amx::flushes`] allows them. It does not depend on the number of threads, so that bits do not.
+    /// The products for these sizes. Tiles only where [`amx::computes`] allows them. It does not depend on the number of
+    /// threads, so that bits do not.
     /// F(2, 3) has too many products to be ahead, and the transforms of F(6, 3) take what it saves.
-    pub(in crate::conv2d::cpu) fn of(spec: &Conv2dSpec, p: &Problem, isa: Isa, tile: Tile) -> Self {
+    pub(in crate::conv2d::cpu) fn of(task: &Task<'_>, p: &Problem, tile: Tile) -> Self {
         let pays = tile == Tile::F4
             && p.c.min(p.k) >= SPLIT_CHANNELS
             && Geometry::new(p, tile.m()).tiles() >= SPLIT_TILES;
-        match pays && spec.x.dtype == DType::F32 && amx::flushes(spec, p, isa) {
+        match pays && task.spec.x.dtype == DType::F32 && amx::computes(task) {
             true => Products::Tiles,
             false => Products::Vectors,
         }

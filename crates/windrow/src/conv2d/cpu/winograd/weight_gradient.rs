@@ -65,11 +65,12 @@ impl WinogradWeight {
     ) -> Result<Option<Box<dyn WeightGradient>>> {
         // A term of the direct sum takes longer than one of the products: it is packed beside few others.
         const TERM: f64 = 1.25;
-        let p = task.problem;
+        let p = &task.sizes();
         let terms = (p.n * p.oh * p.ow * p.k * p.taps()) as f64;
         let allowed = p.is_winograd() && task.spec.accuracy != Accuracy::Exact;
-        let pays = allowed && terms > 0.0 && weight_cost(p) < TERM * terms;
-        Ok(pays.then(|| Box::new(WinogradWeight::new(p, task.isa, task.threads)) as _))
+        let exists = task.problem.n > 0 && terms > 0.0;
+        let pays = allowed && exists && weight_cost(p) < TERM * terms;
+        Ok(pays.then(|| Box::new(WinogradWeight::new(task.problem, task.isa, task.threads)) as _))
     }
 
     /// The gradient for a problem with [`Problem::is_winograd`] and at least one element.
