@@ -9,7 +9,12 @@ use crate::output::Output;
 use crate::torch::nothing_to_dispatch;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use windrow::{Conv2dArgs, Device, Placed, TensorDesc, TensorRef};
+use windrow::cpu::with_team;
+use windrow::{Conv2dArgs, Device, Placed, TensorDesc, TensorRef, Weights, Workspace};
+
+/// The number of elements of the largest step from which the threads are started for the whole call. Of smaller images
+/// most convolutions run on the caller's thread alone.
+const TEAM_FROM: usize = 64 << 10;
 
 /// Calls on the CPU of which each reads images, or results of calls before it. With other tensors than those that the
 /// calls were made for, or such that PyTorch's dispatcher has something to do for, nothing is done and None returned.
@@ -197,50 +202,8 @@ impl Conv2dSequence {
         }
         let given: Vec<_> = images.iter().map(Array::view).collect();
         let computed = run(py, &images[0], self.bytes, self.elements, |workspace| {
-            let mut computed: Vec<Option<Placed>> = Vec::with_capacity(self.steps.len());
-            let mut filters = given_filters.into_iter();
-            for step in &self.steps {
-                let y = match step.in_place {
-                    true => computed[step.image - given.len()].take(),
-                    false => None,
-                };
-                let mut y = match y {
-                    Some(y) => y,
-                    None => Placed::output(*step.call.y(), Device::Cpu)?,
-                };
-                let value = |value: usize, planned| match value.checked_sub(given.len()) {
-                    None => lying_as(given[value], planned),
-                    Some(i) => {
-                        let value = computed[i].as_ref().expect("it goes after its last reader");
-                        lying_as(value.as_ref(), planned)
-                    }
-                };
-                let second = step.second.zip(step.call.second());
-                let second = second.map(|(second, planned)| value(second, planned));
-                match &step.call {
-                    Call::Convolution(call) => {
-                        let (weights, bias) = filters.next().expect("one for each convolution");
-                        let args = Conv2dArgs::new(value(step.image, step.call.x()), weights)
-                            .with_bias(bias)
-                            .with_residual(second);
-                        call.get().plan().run(&args, y.as_mut()?, workspace)?;
-                    }
-                    Call::Image(call) => {
-                        let to: *mut f32 = y.as_mut()?.as_mut_ptr().cast();
-                        let from = match step.in_place {
-                            true => to.cast_const(),
-                            false => value(step.image, step.call.x()).as_ptr().cast(),
-                        };
-                        let second = second.map_or(std::ptr::null(), |s| s.as_ptr().cast());
-                        // SAFETY: `new` has compared steps, and the call its images. The result is new, or the image's
-                        // memory if that is allowed.
-                        unsafe { call.get().step().run(from, second, to) };
-                    }
-                }
-                computed.push(Some(y));
-                step.last_read.iter().for_each(|&value| computed[value - given.len()] = None);
-            }
-            Ok(computed)
+            let compute = || self.compute(&given, given_filters, workspace);
+            if self.elements < TEAM_FROM { compute() } else { with_team(compute) }
         });
         let mut computed = computed?;
         let finished = self.results.iter().map(|&value| {
@@ -248,6 +211,61 @@ impl Conv2dSequence {
             Output::Own(result.expect("each result is named once")).finish(py, &images[0].family)
         });
         finished.collect::<PyResult<_>>().map(Some)
+    }
+}
+
+impl Conv2dSequence {
+    /// The results that are read, and nothing for the others. `filters` are those of the convolutions.
+    fn compute(
+        &self,
+        given: &[TensorRef<'_>],
+        filters: Vec<(Weights<'_>, Option<TensorRef<'_>>)>,
+        workspace: &mut Workspace,
+    ) -> windrow::Result<Vec<Option<Placed>>> {
+        let mut computed: Vec<Option<Placed>> = Vec::with_capacity(self.steps.len());
+        let mut filters = filters.into_iter();
+        for step in &self.steps {
+            let y = match step.in_place {
+                true => computed[step.image - given.len()].take(),
+                false => None,
+            };
+            let mut y = match y {
+                Some(y) => y,
+                None => Placed::output(*step.call.y(), Device::Cpu)?,
+            };
+            let value = |value: usize, planned| match value.checked_sub(given.len()) {
+                None => lying_as(given[value], planned),
+                Some(i) => {
+                    let value = computed[i].as_ref().expect("it goes after its last reader");
+                    lying_as(value.as_ref(), planned)
+                }
+            };
+            let second = step.second.zip(step.call.second());
+            let second = second.map(|(second, planned)| value(second, planned));
+            match &step.call {
+                Call::Convolution(call) => {
+                    let (weights, bias) = filters.next().expect("one for each convolution");
+                    let args = Conv2dArgs::new(value(step.image, step.call.x()), weights)
+                        .with_bias(bias)
+                        .with_residual(second);
+                    call.get().plan().run(&args, y.as_mut()?, workspace)?;
+                }
+                Call::Image(call) => {
+                    let to: *mut f32 = y.as_mut()?.as_mut_ptr().cast();
+                    let from = match step.in_place {
+                        true => to.cast_const(),
+                        false => value(step.image, step.call.x()).as_ptr().cast(),
+                    };
+                    let second = second.map_or(std::ptr::null(), |s| s.as_ptr().cast());
+                    // SAFETY: `new` has compared steps, and the call its images. The result is new, or the image's
+                    // memory if that is allowed.
+                    unsafe { call.get().step().run(from, second, to) };
+                }
+            }
+            computed.push(Some(y));
+            step.last_read.iter().for_each(|&value| computed[value - given.len()] = None);
+        }
+        Ok(computed)
     }
 }
 

@@ -9,6 +9,7 @@ mod bf16;
 mod cache;
 #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
 pub(crate) mod compiled;
+mod crew;
 mod element;
 mod float_mode;
 pub(crate) mod gemm;
@@ -28,6 +29,7 @@ mod x86;
 
 pub(crate) use bf16::{Bf16Kernel, Bf16Products, Row};
 pub(crate) use cache::last_level_cache;
+pub use crew::with_team;
 pub(crate) use element::SimdElement;
 pub use isa::Isa;
 pub(crate) use isa::{Kernel, dispatch, dispatch_bf16, dispatch_tiles};

@@ -6,7 +6,7 @@
 //! of the team have returned. While it waits, it runs no other jobs of the rayon pool.
 
 use super::float_mode::FloatMode;
-use super::pool;
+use super::{crew, pool};
 use std::any::Any;
 use std::cell::Cell;
 use std::num::NonZeroUsize;
@@ -67,6 +67,11 @@ pub fn use_team(team: Team) {
     let _ = TEAM.set(team);
 }
 
+/// The team of [`use_team`].
+pub(super) fn team() -> Option<Team> {
+    TEAM.get().copied()
+}
+
 /// Calls `task(i)` for every `i` in `0..tasks`, on at most `threads` threads of which the caller is one. Each thread
 /// begins with its own contiguous share of the tasks, in order. Calls of the same sizes have the same shares, so that a
 /// thread finds in its cache what it wrote in the call before. A thread that finishes its share takes tasks from the
@@ -106,9 +111,11 @@ pub(crate) fn parallel_for_workers(
             lock(&panicked).get_or_insert(payload);
         }
     };
-    match TEAM.get() {
-        Some(team) => on_team(*team, &work),
-        None => pool::run(helpers, &work),
+    if !crew::run(&work) {
+        match team() {
+            Some(team) => on_team(team, &work),
+            None => pool::run(helpers, &work),
+        }
     }
     let panicked: Option<Box<dyn Any + Send>> = lock(&panicked).take();
     if let Some(payload) = panicked {
@@ -134,7 +141,7 @@ thread_local! {
 }
 
 /// An identifier of this thread, unique among the threads that are alive.
-fn this_thread() -> usize {
+pub(super) fn this_thread() -> usize {
     WORKER.with(|worker| std::ptr::from_ref(worker).addr())
 }
 

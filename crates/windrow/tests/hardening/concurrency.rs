@@ -3,7 +3,7 @@
 use crate::common::{Conv, options, small};
 use std::process::Command;
 use std::sync::Barrier;
-use windrow::cpu::{Team, use_team};
+use windrow::cpu::{Team, use_team, with_team};
 use windrow::verify::random_tensor;
 use windrow::{Conv2dArgs, Conv2dPlan, Device, FilterCache, Tensor, Verify, Weights, Workspace};
 
@@ -135,6 +135,7 @@ fn a_process_of_its_own() {
     let (_, team) = TEAMS.into_iter().find(|(name, _)| *name == what).unwrap();
     use_team(team);
     assert_eq!(all(), want);
+    assert_eq!(with_team(all), want);
 }
 
 fn start(what: &str) {
