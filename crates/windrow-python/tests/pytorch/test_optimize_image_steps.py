@@ -154,6 +154,21 @@ def test_efficientnet_is_one_sequence(graphs):
     assert steps(one).count("sigmoid") == 16 and steps(one).count("mean") == 17
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_linear_layer_of_one_image_is_part_of_the_sequence(bias, graphs, modules):
+    model = Network()
+    model.linear = nn.Linear(20, 5, bias)
+    fast = check(model, graphs, leaf(1, *X[1:], grad=False), ["max_pool2d", "mean", "sigmoid", "mean"])
+    products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    assert not any(node.target in products for node in graphs[-1].graph.nodes)
+    assert len(sequences(graphs[-1])) == 1
+    with torch.no_grad():
+        compare(model, fast, leaf(1, *X[1:], grad=False), modules)
+        # Of more images it is PyTorch's.
+        compare(model, fast, leaf(*X, grad=False), modules)
+        assert any(node.target in products for node in graphs[-1].graph.nodes)
+
+
 POOLS = [
     (nn.MaxPool2d(2), "max_pool2d"),
     (nn.MaxPool2d((2, 3), stride=1, padding=(1, 0)), "max_pool2d"),

@@ -3,6 +3,9 @@
 Blocks like ConvNeXt's move the channels last, normalise, multiply by matrices with an activation in between, and move
 the channels back. In channels-last memory this is a convolution of the same numbers. The activation, the factors of the
 channels and the addition behind it can then be fused.
+
+The last layer of most classifiers multiplies the mean of an image. As a convolution of an image of one pixel it is part
+of the call of the convolutions before it.
 """
 
 from typing import Any
@@ -37,6 +40,51 @@ def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str 
     graph.eliminate_dead_code()
 
 
+def means_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:
+    """Converts linear layers of the mean of one image."""
+    for product in [*graph.nodes]:
+        found = _of_mean(product, constants)
+        if found is None:
+            continue
+        mean, weight, bias = found
+        how = ([1, 1], [0, 0], [1, 1], 1, None, accuracy_of(accuracy, value(mean), is_linear=True))
+        image = called(graph, product, OPERATORS.conv2d_fused.default, mean, weight, bias, None, *how)
+        image.meta[NAME] = name_of(product)
+        result = called(graph, product, _aten.view.default, image, [*value(product).shape])
+        result.meta[VALUE] = product.meta.get(VALUE)
+        product.replace_all_uses_with(result)
+    graph.eliminate_dead_code()
+
+
+def _of_mean(product: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """Mean, filter and bias if the node is a linear layer of the mean of one image, in f32 on the CPU."""
+    args = _product(product)
+    if args is None:
+        return None
+    rows, transposed, bias = args
+    if rows.target not in VIEWS or not _is_transposed(transposed):
+        return None
+    mean: Any = rows.args[0]
+    weight: Any = transposed.args[0]
+    if mean.target is not _aten.mean.dim or [*value(mean).shape] != [1, value(weight).shape[1], 1, 1]:
+        return None
+    if weight not in constants or (bias is not None and (bias not in constants or value(bias).dim() != 1)):
+        return None
+    is_step = value(mean).device.type == "cpu" and value(mean).dtype == torch.float32
+    return (mean, weight, bias) if is_step and is_ours(mean, None, bias) else None
+
+
+def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """Rows, columns and what is added if the node is a product of matrices."""
+    if node.target is _aten.addmm.default and not node.kwargs:
+        bias, rows, columns = node.args
+    elif node.target is _aten.mm.default:
+        bias, (rows, columns) = None, node.args
+    else:
+        return None
+    return rows, columns, bias  # type: ignore[return-value]
+
+
 def _before(node: fx.Node, constants: Constants) -> fx.Node | None:
     """The previous link of a chain: a linear layer or an elementwise operator whose result only this link reads. None
     if there is none."""
@@ -52,15 +100,14 @@ def _linear(node: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.N
     if node.target not in VIEWS or not isinstance(value(node), Tensor) or value(node).dim() != 4:
         return None
     product: Any = node.args[0]
-    if product.target is _aten.addmm.default and not product.kwargs:
-        bias, rows, transposed = product.args
-    elif product.target is _aten.mm.default:
-        bias, (rows, transposed) = None, product.args
-    else:
+    args = _product(product)
+    if args is None:
         return None
+    rows, transposed, bias = args
     if len(product.users) != 1 or rows.target not in VIEWS or not _is_transposed(transposed):
         return None
-    image, weight = rows.args[0], transposed.args[0]
+    image: Any = rows.args[0]
+    weight: Any = transposed.args[0]
     shape = value(node).shape
     if value(image).dim() != 4 or value(image).shape[:3] != shape[:3] or value(image).shape[3] != value(weight).shape[1]:
         return None
