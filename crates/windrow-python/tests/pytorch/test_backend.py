@@ -261,7 +261,7 @@ def test_a_report_names_modules(rest, times):
         "body.0": of + ", activation='gelu'): folded body.1, gelu",
         "second": "FusedConv2d(8, 8, kernel_size=(3, 3), stride=(2, 2))",
         "line": "conv2d",
-        "wide": "PyTorch's operator: a convolution of torch.float32, 5 dimensions",
+        "wide": "FusedConv2d(1, 1, kernel_size=(1, 1, 1), stride=(1, 1, 1))",
     } | (linear if rest == "eager" else {})
 
 

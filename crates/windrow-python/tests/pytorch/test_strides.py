@@ -73,6 +73,13 @@ def cases(g):
     y = torch.ops.windrow.conv2d(*given, *options, None, None, algorithm, "changing")
     needs = [True, True, given[2] is not None]
     yield "conv2d_backward", (laid_out(g, *y.shape), *given, *options, None, algorithm, needs)
+    options = ([1] * 3, *options[1:4])
+    yield "conv2d_fused", (*given, None, *options, "silu", None)
+    initial = g.choice([None, laid_out(g, *x.shape[:2], frames - 1, *x.shape[3:])]) if frames > 1 else None
+    way = "causal" if initial is not None else g.choice(["causal", "causal_repeat"])
+    y = torch.ops.windrow.conv3d_fused(*given, None, initial, way, *options, None, None)
+    residual = g.choice([None, laid_out(g, *y.shape)])
+    yield "conv3d_fused", (*given, residual, initial, way, *options, "silu", None)
     n, l, d, width = g.choice([1, 2]), g.choice([1, 5]), g.choice([1, 3]), g.choice([1, 2, 4])
     shape = g.choice([(l, d), (n, l, d)])
     x, gate = laid_out(g, *shape), laid_out(g, *shape)

@@ -4,7 +4,7 @@ The package does not link to PyTorch, so one build works with PyTorch 2.4 and ev
 """
 
 from windrow import _threads
-from windrow.torch import _flops, _fused  # noqa: F401  (which defines an operator of compiled graphs)
+from windrow.torch import _flops, _fused, _fused_conv3d  # noqa: F401  (which define operators of compiled graphs)
 from windrow.torch._causal_conv1d import (
     causal_conv1d_fn,
     causal_conv1d_update,

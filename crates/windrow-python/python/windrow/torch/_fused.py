@@ -25,7 +25,7 @@ from windrow.torch._precision import flags
 from windrow.torch._remembering import Remembering
 from windrow.torch.choice.candidates import Call, Conv, Windrow
 from windrow.torch.choice.convolution import look_ahead, way
-from windrow.torch.choice.problem import Options, dense
+from windrow.torch.choice.problem import Options, aten, dense
 
 
 def _as_filter(weight: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ autocast(CONV2D_FUSED, lower_precision=[0, 1, 2, 3])
 
 def _aten(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> Tensor:
     *of, activation, _accuracy = how
-    y = torch.conv2d(x, _as_filter(weight), bias, *of)
+    y = aten(x, _as_filter(weight), bias, Options(*of))
     return activation_of(activation)(y if residual is None else y + residual)
 
 
@@ -184,7 +184,7 @@ def _fused(
     if has_torch_function(tensors):
         args = (input, residual, weight, bias, options, activation, accuracy)
         return handle_torch_function(_fused, tensors, *args)
-    if input.dim() == 3:
+    if input.dim() == max(4, weight.dim()) - 1:
         beside = None if residual is None else residual.unsqueeze(0)
         y = _fused(input.unsqueeze(0), beside, weight, bias, options, activation, accuracy)
         return y.squeeze(0)
@@ -274,7 +274,7 @@ class FusedConv2d(Remembering):
         self, input: Tensor, residual: Tensor | None, is_in_graph: bool | None, out: Tensor | None = None
     ) -> _Found:
         weight, bias = self.weight, self.bias
-        is_plain = input.dim() == 4 and _native.is_plain(input, weight, residual)
+        is_plain = input.dim() == max(4, weight.dim()) and _native.is_plain(input, weight, residual)
         if not is_plain or torch._C._is_any_autocast_enabled():
             return _Found(is_final=False)
         options, accuracy = Options(*self.options), _accuracy(self.accuracy, weight, input)

@@ -12,6 +12,7 @@ from windrow.torch._conv2d import CONV2D
 from windrow.torch._fused import CONV2D_FUSED, CONV2D_INTO
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value
+from windrow.torch.choice.problem import channels_last
 
 _aten = torch.ops.aten
 _FUSED = (CONV2D_FUSED, CONV2D_INTO)
@@ -159,9 +160,9 @@ class Compared:
             image = lambda given, more: [more] * (2 - len(given)) + [*given]
             return image(stride, 1), image(padding, 0), image(dilation, 1), is_transposed, image(output_padding, 0), groups
         if self.target in _FUSED:
-            return *self.args[4:7], False, [0, 0], self.args[7]
+            return *self.args[4:7], False, [0] * len(self.args[4]), self.args[7]
         stride, padding, dilation, groups, output_padding = self.args[3:8]
-        return stride, padding, dilation, output_padding is not None, output_padding or [0, 0], groups
+        return stride, padding, dilation, output_padding is not None, output_padding or [0] * len(stride), groups
 
 
 def raised(error: Exception) -> str:
@@ -213,7 +214,7 @@ def _layout(node: fx.Node) -> torch.memory_format | list[int] | None:
     x = value(node)
     if not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
         return None
-    for layout in (torch.contiguous_format, torch.channels_last) if x.dim() == 4 else (torch.contiguous_format,):
+    for layout in (torch.contiguous_format, *[channels_last(x)] * (x.dim() > 3)):
         if x.is_contiguous(memory_format=layout):
             return layout
     return [*x.stride()] if node.target is _aten.slice.Tensor else None

@@ -12,7 +12,7 @@ from windrow.torch._conv2d import CHANGING, FASTEST, KEPT, accuracy_of
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._report import Report, name_of
-from windrow.torch.choice.problem import TYPES
+from windrow.torch.choice.problem import TYPES, is_video
 
 _aten = torch.ops.aten
 # The mark of a node that is left to Inductor.
@@ -47,13 +47,13 @@ class Sum:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution node: of lines or images, or made from a linear layer."""
+    """A convolution node: of lines, images or videos, or made from a linear layer."""
 
     node: fx.Node
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    # The options as Windrow's operators take them: for images, also if the node has lines.
+    # The options as Windrow's operators take them: for images, also if the node has lines; or for videos.
     stride: list[Any]
     padding: list[Any]
     dilation: list[Any]
@@ -68,6 +68,10 @@ class Convolution:
     def is_of_images(self) -> bool:
         return value(self.x).dim() == 4 and self.output_padding is None
 
+    @property
+    def is_of_videos(self) -> bool:
+        return is_video(value(self.x))
+
     def accuracy(self, asked: str | None) -> str | None:
         return accuracy_of(asked, value(self.x), is_linear=value(self.weight).dim() == 2)
 
@@ -77,7 +81,7 @@ def convolutions(graph: fx.Graph) -> Iterator[Convolution]:
     for node in [*graph.nodes]:
         if node.target is _aten.convolution.default:
             x, weight, bias, *options = node.args
-            if is_ours(x, weight, bias):
+            if is_ours(x, weight, bias) and not (options[3] and is_video(value(x))):
                 yield Convolution(node, x, weight, bias, *_options(value(x).dim(), *options))
         elif node.target is OPERATORS.conv2d_fused.default and node.args[3] is None and node.args[8] is None:
             x, weight, bias, _, *options, _, _ = node.args
@@ -89,7 +93,7 @@ def is_ours(x: Any, weight: Any, bias: Any) -> bool:
     x, weight, bias = value(x), value(weight), value(bias)
     return (
         isinstance(x, Tensor)
-        and x.dim() in (3, 4)
+        and x.dim() in (3, 4, *[5] * (weight is not None and x.is_cpu))
         and (weight is None or weight.dim() == x.dim())
         and x.device.type in ("cpu", "cuda")
         and x.dtype in TYPES
@@ -128,9 +132,12 @@ def to_windrows(
         name, is_new = name_of(conv.node), replaced(conv.node, new, conv.node)
         changed += is_new
         if report is not None and is_new:
-            report.fused(name, "conv2d" if conv.output_padding is None else "conv_transpose2d")
+            what = "conv3d" if conv.is_of_videos else "conv2d"
+            report.fused(name, what if conv.output_padding is None else "conv_transpose2d")
     for node in [*graph.nodes]:
-        if node.target is _aten.convolution_backward.default and is_ours(node.args[1], node.args[2], None):
+        if node.target is not _aten.convolution_backward.default or not is_ours(node.args[1], node.args[2], None):
+            continue
+        if not (node.args[7] and is_video(value(node.args[1]))):
             changed += not are_left(node) and _gradients(graph, node, accuracy)
     graph.eliminate_dead_code()
     if report is not None:

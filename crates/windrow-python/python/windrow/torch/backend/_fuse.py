@@ -15,6 +15,7 @@ from windrow.torch.backend._constants import Constants, value
 from windrow.torch.backend._convolutions import FASTER, LEFT, Convolution, called, convolutions, replaced
 from windrow.torch.backend._layout import laid_out
 from windrow.torch.backend._memory import Memory
+from windrow.torch.backend._padding import frames_before
 from windrow.torch.backend._report import FOLDED, NAME, Report, name_of
 from windrow.torch.choice.convolution import compiles
 
@@ -45,8 +46,9 @@ def results(graph: fx.Graph, constants: Constants, decompositions: Any) -> set[f
 
 
 def _held(graph: fx.Graph, constants: Constants) -> Iterator[Convolution]:
-    """The convolutions of images whose filters depend on parameters alone."""
-    return (conv for conv in convolutions(graph) if conv.is_of_images and _is_held(conv, constants))
+    """The convolutions of images and videos whose filters depend on parameters alone."""
+    are_of_images = (conv for conv in convolutions(graph) if conv.is_of_images or conv.is_of_videos)
+    return (conv for conv in are_of_images if _is_held(conv, constants))
 
 
 def _is_held(conv: Convolution, constants: Constants) -> bool:
@@ -93,13 +95,19 @@ def _fuse(
             report.left(name, ", ".join([FASTER, *folded]))
         return None
     weight, bias = constants.moved(conv.weight), None if conv.bias is None else constants.moved(conv.bias)
-    tensors = (conv.x, weight, bias, residual)
-    how, result = (*conv.options, activation, conv.accuracy(accuracy)), ", ".join(["conv2d", *what])
+    how = (*conv.options, activation, conv.accuracy(accuracy))
+    result = ", ".join(["conv3d" if conv.is_of_videos else "conv2d", *what])
     if last is conv.node and last.target is OPERATORS.conv2d_fused.default:
         last.args = (conv.x, weight, bias, *last.args[3:])
         result = "linear"
     else:
-        new = called(graph, last, OPERATORS.conv2d_fused.default, *tensors, *how)
+        before = frames_before(graph, conv)
+        if before is None:
+            new = called(graph, last, OPERATORS.conv2d_fused.default, conv.x, weight, bias, residual, *how)
+        else:
+            operator, of_frames = OPERATORS.conv3d_fused.default, (before.initial, before.time_padding)
+            new = called(graph, last, operator, before.x, weight, bias, residual, *of_frames, *how)
+            what.append(before.time_padding)
         new.meta[NAME] = name
         if not replaced(last, new, conv.node):
             return None

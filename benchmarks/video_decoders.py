@@ -1,0 +1,151 @@
+"""Decoders of videos of diffusers through `windrow.torch.patch`, `optimize` and `torch.compile(model, backend="windrow")`.
+
+    python benchmarks/video_decoders.py [--decoders NAME ...] [--ways NAME ...] OUT.json
+
+Random weights, few channels, small latents, f32 on the CPU. Each decoder computes its frames at once (`whole`) and as the
+model itself divides them (`chunks`: one latent frame at a time with cached frames, or tiles of frames). Windrow's kernels
+compute whatever they can, whatever is fastest. `error` is PyTorch's relative to the norm, beside f64, and `x` how many times
+that the error of a way is: with accuracy "exact", and with Winograd's algorithm wherever it computes a convolution.
+`convolutions`: all of the decoder, and those that a way took.
+
+Ends with status 1 if an error with "exact" is more than 1.3 times PyTorch's, or another more than 4 times. Needs `windrow` on PYTHONPATH, and diffusers 0.36.
+"""
+
+import argparse
+import copy
+import importlib.metadata
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import provenance
+import torch
+import windrow.torch
+from torch import Tensor, nn
+from windrow.torch.backend import windrow as backend
+from windrow.torch.choice import measure
+from windrow.torch.choice.policy import PYTORCH, Seconds
+
+ALLOWED = {"exact": 1.3, "winograd": 4.0}
+WAYS = ("patched", "optimized", "compiled", "inductor")
+_FOUR = (16, 16, 32, 32)
+_CACHED = {"base_dim": 16, "z_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
+DECODERS: dict[str, dict[str, Any]] = {
+    "AutoencoderKLWan": _CACHED,
+    "AutoencoderKLQwenImage": _CACHED,
+    "AutoencoderKLHunyuanVideo": {
+        "latent_channels": 4, "block_out_channels": _FOUR, "layers_per_block": 1, "norm_num_groups": 4,
+    },
+    "AutoencoderKLCogVideoX": {
+        "latent_channels": 4, "block_out_channels": _FOUR, "layers_per_block": 1, "norm_num_groups": 4,
+        "down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4,
+    },
+    "AutoencoderKLLTXVideo": {
+        "latent_channels": 8, "block_out_channels": _FOUR, "decoder_block_out_channels": _FOUR,
+        "layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 5,
+        "spatio_temporal_scaling": (True, True, False, False), "decoder_spatio_temporal_scaling": (True, True, False, False),
+        "decoder_inject_noise": (False,) * 5, "upsample_residual": (False,) * 4, "upsample_factor": (1,) * 4,
+        "patch_size": 1, "patch_size_t": 1, "decoder_causal": True,
+    },
+}  # fmt: skip
+FORMS = ("whole", "chunks")
+
+
+class Told:
+    """A report of compiled graphs: the convolutions that Windrow took, and why others were left."""
+
+    def __init__(self) -> None:
+        self.taken, self.why = 0, set[str]()
+
+    def fused(self, name: str, what: str) -> None:
+        self.taken += 1
+
+    def left(self, name: str, why: str) -> None:
+        self.why.add(why)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--decoders", nargs="+", default=[*DECODERS], choices=[*DECODERS])
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    options = parser.parse_args()
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers")}
+    cases = [measured(name, form, options.ways) for name in options.decoders for form in FORMS]
+    provenance.write(options.out, {**provenance.commit(), "cpu": provenance.cpu(), **versions, "cases": cases})
+    sides = [(how, side) for case in cases for how in ALLOWED for side in case[how].values()]
+    return int(any(side.get("x", 99.0) > ALLOWED[how] for how, side in sides))
+
+
+def measured(name: str, form: str, ways: list[str]) -> dict[str, Any]:
+    import diffusers
+
+    torch.manual_seed(0)
+    model = getattr(diffusers, name)(**DECODERS[name]).eval().requires_grad_(False)
+    z = torch.randn(1, model.config.get("latent_channels") or model.config.z_dim, 3, 4, 6)
+    want = decoded(copy.deepcopy(model).double(), z.double(), form)
+    error = off(decoded(model, z, form), want)
+    convolutions = sum(isinstance(m, nn.Conv3d) for m in model.decoder.modules())
+    case: dict[str, Any] = {"decoder": name, "form": form, "error": error, "convolutions": convolutions}
+    case |= {how: {} for how in ALLOWED}
+    measure.times_of = lambda _, runs: {name: Seconds(1.0 if name == PYTORCH else 0.5) for name in runs}
+    for how, way in itertools.product(ALLOWED, ways):
+        windrow.torch.forget()
+        torch.compiler.reset()
+        candidate, told = copy.deepcopy(model), Told()
+        try:
+            _WAYS[way](candidate, told, "exact" if how == "exact" else None)
+            errors = [off(decoded(candidate, z, form), want) for _ in range(2)]
+            side = {"x": float(f"{max(errors) / error:.3g}"), "taken": told.taken, "left": sorted(told.why)[:4]}
+        except Exception as failure:
+            side = {"raised": f"{type(failure).__name__}: {failure}"[:300]}
+        case[how][way] = side
+        print(name, form, f"{error:.1e}", how, way, side, flush=True)
+    return case
+
+
+def decoded(model: Any, z: Tensor, form: str) -> Tensor:
+    with torch.inference_mode():
+        is_whole = form == "whole"
+        if hasattr(model, "clear_cache"):
+            # Frames are cached one latent frame at a time.
+            return model.decoder(model.post_quant_conv(z)) if is_whole else model.decode(z, return_dict=False)[0]
+        if hasattr(model, "num_latent_frames_batch_size"):
+            model.num_latent_frames_batch_size = z.shape[2] if is_whole else 2
+        else:
+            model.use_framewise_decoding = not is_whole
+        return model.decode(z, return_dict=False)[0]
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def _patched(model: Any, told: Told, accuracy: str | None) -> None:
+    report = windrow.torch.patch(model.decoder, accuracy)
+    told.taken = sum("Conv3d" in what for what in report.swapped.values())
+    told.why |= {why for why in report.left.values() if "Conv3d" in why}
+
+
+def _optimized(model: Any, told: Told, accuracy: str | None) -> None:
+    model.decoder = windrow.torch.optimize(model.decoder, accuracy=accuracy)
+
+
+def _compiled(rest: str) -> Callable[[Any, Told, str | None], None]:
+    def compile(model: Any, told: Told, accuracy: str | None) -> None:
+        model.decoder = torch.compile(model.decoder, backend=backend, options={"rest": rest, "report": told, "accuracy": accuracy})
+
+    return compile
+
+
+_WAYS: dict[str, Callable[[Any, Told, str | None], None]] = {
+    "patched": _patched,
+    "optimized": _optimized,
+    "compiled": _compiled("eager"),
+    "inductor": _compiled("inductor"),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

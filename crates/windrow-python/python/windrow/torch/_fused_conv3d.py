@@ -1,0 +1,67 @@
+"""The convolution of a video with the frames before it, in an optimized model.
+
+Windrow reads these frames where they lie. PyTorch's operator needs one tensor of all frames, so the problem to decide is
+the convolution of that tensor.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windrow.torch._fused import _conv, _fake, _Found, _layer, _seen
+from windrow.torch._library import autocast, define, not_differentiable
+from windrow.torch.choice.candidates import Windrow
+from windrow.torch.choice.convolution import way
+from windrow.torch.choice.problem import Options, is_laid_out_last, memory_format
+
+
+def _whole(x: Tensor, weight: Tensor, initial: Tensor | None, time_padding: str, dilation: Any) -> Tensor:
+    """All frames in one tensor, which lies as x does."""
+    frames = (weight.shape[2] - 1) * dilation[0]
+    n, c, t, h, w = x.shape
+    how: Any = {"dtype": x.dtype, "device": x.device, "memory_format": memory_format(x, x)}
+    whole = torch.empty((n, c, t + frames, h, w), **how)
+    whole[:, :, frames:] = x
+    whole[:, :, :frames] = initial if initial is not None else x[:, :, :1] if time_padding == "causal_repeat" else 0
+    return whole
+
+
+def _kernel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, initial: Tensor | None, *how: Any
+) -> Tensor:
+    time_padding, *of, activation, accuracy = how
+    options = Options(*of)
+    whole = lambda: _whole(x, weight, initial, time_padding, options.dilation)
+    layer = _layer(weight, bias, options, activation, accuracy)
+
+    def find() -> _Found:
+        decided = way(_conv(layer.weight, layer.bias, options, activation, accuracy), whole(), residual)
+        return _Found(decided.run, decided.is_final)
+
+    before = None if initial is None else (initial.shape, initial.stride())
+    run: Any = layer._recall((*_seen(x, residual, False), before, time_padding), layer.weight, layer.bias, find).run
+    if isinstance(run, Windrow):
+        if is_laid_out_last(x) and memory_format(x, x) is torch.contiguous_format:
+            # The decision is about a row-major video, and the residual's layout.
+            x = x.contiguous()
+        return run(x, residual, time_padding=time_padding, initial_frames=initial)
+    result: Tensor = run(whole(), residual)
+    return result
+
+
+def _fake_kernel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, initial: Tensor | None, *how: Any
+) -> Tensor:
+    time_padding, *of = how
+    return _fake(_whole(x, weight, initial, time_padding, of[2]), weight, bias, residual, *of)
+
+
+CONV3D_FUSED = define(
+    "conv3d_fused(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_frames, str time_padding,"
+    " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str? activation, str? accuracy) -> Tensor",
+    _kernel,
+    _fake_kernel,
+)
+not_differentiable("conv3d_fused", instead="conv3d")
+autocast(CONV3D_FUSED, lower_precision=[0, 1, 2, 3, 4])
