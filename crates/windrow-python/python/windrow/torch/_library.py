@@ -23,6 +23,10 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS = getattr(torch.ops, NAMESPACE)
 
 
+# Each operator's kernel, which computes it from plain tensors, and the number of tensors that its arguments begin with.
+_kernels: dict[str, tuple[Callable[..., Any], int]] = {}
+
+
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Defines `windrow::name` and returns the operator."""
     name = schema.partition("(")[0]
@@ -30,6 +34,9 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     operator = getattr(OPERATORS, name).default
+    if not operator._schema.is_mutable:
+        is_tensor = [str(a.type) in ("Tensor", "Optional[Tensor]") for a in operator._schema.arguments]
+        _kernels[name] = kernel, (*is_tensor, False).index(False)
     # `vmap` itself takes operators apart that write to an argument; PyTorch before 2.5 does so with all.
     if not operator._schema.is_mutable and hasattr(torch.library, "register_vmap"):
         torch.library.register_vmap(f"{NAMESPACE}::{name}", _one_by_one(operator), lib=_LIBRARY)
@@ -117,8 +124,16 @@ def _autograd(
     overload = getattr(OPERATORS, operator).default
     implementation = make_autograd_impl(overload, Info(backward, setup_context))
     transformed = _under_transforms(overload, setup_context, backward)
+    kernel, tensors = _kernels.get(operator, (None, 0))
 
     def checked(keyset: Any, *args: Any) -> Any:
+        if kernel is not None and _native.is_plain(*args[:tensors]):
+            # The dispatcher would only call the kernel, through another layer of Python. Graphs of compiled models
+            # come this way at each call.
+            try:
+                return kernel(*args)
+            except _native.NotInPlace:
+                pass  # The dispatcher may have a way to make it a plain tensor.
         if forward_ad._current_level >= 0 and any(_is_dual(arg) for arg in args):
             raise NotImplementedError(
                 f"forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors): windrow.torch."
