@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from windrow._activation_names import NAMES
+from windrow.torch._batch_invariant import is_batch_invariant
 from windrow.torch._conv2d import accuracy_of
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import Constants, value
@@ -41,7 +42,9 @@ def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str 
 
 
 def means_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:
-    """Converts linear layers of the mean of one image."""
+    """Converts linear layers of the mean of one image, unless bits must not depend on the number of images."""
+    if is_batch_invariant(accuracy):
+        return
     for product in [*graph.nodes]:
         found = _of_mean(product, constants)
         if found is None:
