@@ -1,5 +1,5 @@
-//! Windrow's operators for [candle](https://github.com/huggingface/candle) tensors: causal conv1d, conv2d and GELU on
-//! candle's own memory, without copies, with gradients.
+//! Windrow's operators for [candle](https://github.com/huggingface/candle) tensors: causal conv1d, conv2d, conv3d
+//! and GELU on candle's own memory, without copies, with gradients.
 //!
 //! [`TensorExt`] adds the operators to [`Tensor`]; [`nn`] has layers that take the place of
 //! `candle_nn`'s.
@@ -28,6 +28,7 @@
 
 mod causal_conv1d;
 mod conv2d;
+mod conv3d;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod gelu;
@@ -37,7 +38,7 @@ mod op;
 mod storage;
 
 pub use causal_conv1d::{CausalConv1dOptions, CausalConv1dUpdateOptions};
-pub use windrow::{Accuracy, Activation, Approximate, Conv2dParams};
+pub use windrow::{Accuracy, Activation, Approximate, Conv2dParams, Conv3dParams, TimePadding};
 
 use candle_core::{Result, Tensor};
 
@@ -135,6 +136,29 @@ pub trait TensorExt {
         bias: Option<&Tensor>,
         params: &Conv2dParams,
     ) -> Result<Tensor>;
+
+    /// Convolution of videos or volumes x [n, c, t, h, w] with `weight` [k, c/groups, kt, r, s] and bias `[k]` (f32 or
+    /// x's type), on the CPU; see [`windrow::Conv3dSpec`]. It has no gradient.
+    ///
+    /// # Errors
+    /// Types, shapes or options that do not match; tensors on a GPU; a gradient through the result.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use windrow_candle::{Conv3dParams, TensorExt, TimePadding};
+    /// let x = Tensor::new(&[1f32, 2., 3.], &Device::Cpu)?.reshape((1, 1, 3, 1, 1))?; // three frames of one pixel
+    /// let weight = Tensor::new(&[100f32, 10., 1.], &Device::Cpu)?.reshape((1, 1, 3, 1, 1))?;
+    /// let params = Conv3dParams::default().with_time_padding(TimePadding::Causal);
+    /// let y = x.conv3d(&weight, None, &params)?;
+    /// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [1., 12., 123.]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    fn conv3d(
+        &self,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        params: &Conv3dParams,
+    ) -> Result<Tensor>;
 }
 
 impl TensorExt for Tensor {
@@ -188,5 +212,14 @@ impl TensorExt for Tensor {
         params: &Conv2dParams,
     ) -> Result<Tensor> {
         conv2d::conv2d(self, weight, bias, params)
+    }
+
+    fn conv3d(
+        &self,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        params: &Conv3dParams,
+    ) -> Result<Tensor> {
+        conv3d::conv3d(self, weight, bias, params)
     }
 }

@@ -3,6 +3,7 @@
 mod causal_conv1d;
 mod causal_conv1d_states;
 mod conv2d;
+mod conv3d;
 mod gelu;
 mod layers;
 mod random;

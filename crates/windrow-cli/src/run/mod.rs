@@ -2,6 +2,7 @@
 
 mod causal_conv1d;
 mod conv2d;
+mod conv3d;
 mod gelu;
 
 use crate::failure::Failure;
@@ -27,6 +28,7 @@ pub(crate) enum Run {
     #[command(name = "causal-conv1d", alias = "causal_conv1d")]
     CausalConv1d(causal_conv1d::CausalConv1d),
     Conv2d(conv2d::Conv2d),
+    Conv3d(conv3d::Conv3d),
 }
 
 const EXAMPLES: &str = "\
@@ -40,6 +42,7 @@ pub(crate) fn run(command: &Run) -> Result<(), Failure> {
         Run::Gelu(args) => args.run(),
         Run::CausalConv1d(args) => args.run(),
         Run::Conv2d(args) => args.run(),
+        Run::Conv3d(args) => args.run(),
     }
 }
 

@@ -50,6 +50,29 @@ fn run_conv2d_in_both_layouts() {
 }
 
 #[test]
+fn run_conv3d_in_chunks() {
+    let folder = Folder::new();
+    let frames = |first: u8, last: u8| (first..=last).map(f32::from).collect::<Vec<_>>();
+    folder.tensor("first.npy", &frames(0, 3), &[1, 1, 4, 1, 1]);
+    folder.tensor("second.npy", &frames(4, 5), &[1, 1, 2, 1, 1]);
+    folder.tensor("w.npy", &[100.0f32, 10.0, 1.0], &[1, 1, 3, 1, 1]);
+    let run = "run conv3d --weight w.npy --time-padding causal --verify";
+    let printed =
+        folder.succeed(&format!("{run} --input first.npy --final-frames state.npy --output y.npy"));
+    assert!(printed.contains("state.npy: final_frames f32 [1, 1, 2, 1, 1]"), "{printed}");
+    assert_eq!(folder.read("y.npy").to_vec::<f32>().unwrap(), [0.0, 1.0, 12.0, 123.0]);
+    folder.succeed(&format!("{run} --input second.npy --initial-frames state.npy --output z.npy"));
+    assert_eq!(folder.read("z.npy").to_vec::<f32>().unwrap(), [234.0, 345.0]);
+    folder.ramp("x.npy", &[2, 4, 5, 9, 10]).ramp("f.npy", &[6, 2, 3, 3, 2]);
+    let options = "--stride 1,2,1 --padding 1,1,0 --dilation 2,1,1 --groups 2 --activation silu";
+    folder.succeed(&format!(
+        "run conv3d --input x.npy --weight f.npy --output y.npy --verify {options} \
+         --algorithm im2col_gemm --accuracy exact"
+    ));
+    assert_eq!(folder.read("y.npy").shape(), [2, 6, 3, 5, 9]);
+}
+
+#[test]
 fn run_conv2d_with_every_option() {
     let folder = Folder::new();
     folder.ramp("x.npy", &[2, 4, 9, 10]).ramp("w.npy", &[6, 2, 3, 2]);

@@ -81,7 +81,7 @@ fn eighty_columns_are_enough_for_everything() {
     for of in ["", "bench", "verify", "tune", "devices", "run", "completions", "man"] {
         all.push(format!("{of} --help"));
     }
-    all.extend(["gelu", "conv2d", "causal-conv1d"].map(|of| format!("run {of} --help")));
+    all.extend(["gelu", "conv2d", "conv3d", "causal-conv1d"].map(|of| format!("run {of} --help")));
     for columns in [80, 100] {
         for args in &all {
             for line in on_terminal(&folder, columns, args).lines() {
@@ -226,6 +226,7 @@ fn help_has_examples_names_and_variables() {
         "run",
         "run gelu",
         "run conv2d",
+        "run conv3d",
         "run causal-conv1d",
         "completions",
         "man",
@@ -258,7 +259,7 @@ fn help_has_examples_names_and_variables() {
     {
         assert!(help.contains(name), "{name}: {help}");
     }
-    for args in ["run", "run gelu", "run conv2d", "run causal-conv1d"] {
+    for args in ["run", "run gelu", "run conv2d", "run conv3d", "run causal-conv1d"] {
         let help = folder.succeed(&format!("{args} --help"));
         assert!(help.contains("f32, f16 or bf16"), "{args}: {help}");
     }
