@@ -113,9 +113,12 @@ def decoded(model: Any, z: Tensor, form: str) -> Tensor:
             # Frames are cached one latent frame at a time.
             return model.decoder(model.post_quant_conv(z)) if is_whole else model.decode(z, return_dict=False)[0]
         if hasattr(model, "num_latent_frames_batch_size"):
-            model.num_latent_frames_batch_size = z.shape[2] if is_whole else 2
+            model.num_latent_frames_batch_size = z.shape[2] if is_whole else 1
         else:
+            # Tiles of two latent frames, of which one is in the next tile too.
             model.use_framewise_decoding = not is_whole
+            model.tile_sample_min_num_frames = 2 * model.temporal_compression_ratio
+            model.tile_sample_stride_num_frames = model.temporal_compression_ratio
         return model.decode(z, return_dict=False)[0]
 
 
