@@ -238,9 +238,9 @@ unsafe fn transpose_rows<S: Simd, Y: SimdElement>(
                 }
                 continue;
             }
-            // A copy, because this one lies in memory.
-            let rows = rows;
-            for (c, v) in rows.as_ref()[..channels].iter().enumerate() {
+            // Of these a copy, so that only the copy lies in memory.
+            let some = rows;
+            for (c, v) in some.as_ref()[..channels].iter().enumerate() {
                 let y = y.offset(c as isize * stride_k);
                 let v = epilogue.late(s, *v, y, 1, count);
                 if count == S::LANES {
