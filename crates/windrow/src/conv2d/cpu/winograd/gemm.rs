@@ -215,6 +215,7 @@ impl Operands {
     /// As [`Operands::run_group`] with `T` tiles.
     #[inline(always)]
     unsafe fn micro<S: Simd, const N: usize, const T: usize, const FAR: bool>(self, s: S) {
+        const { assert!(S::LANES.is_multiple_of(UNROLLED) && CHUNK.is_multiple_of(S::LANES)) };
         let next_u = self.u.wrapping_add(self.next_u);
         let mut at = Channel { u: self.u, v: self.v, next_u, next_v: self.next_v };
         let (mut left, mut accumulate) = (self.c, self.accumulate);
@@ -224,21 +225,24 @@ impl Operands {
             loop {
                 let mut sums = [[s.zero(); N]; T];
                 let behind = left.saturating_sub(CHUNK);
-                while left > behind {
-                    let lanes = (left - behind).min(S::LANES);
-                    let unrolled = lanes - lanes % UNROLLED;
-                    for lane in (0..unrolled).step_by(UNROLLED) {
-                        for i in 0..UNROLLED {
-                            at.multiply::<S, N, T, FAR>(s, lane + i, &mut sums);
-                        }
+                let mut lane = 0;
+                // One loop over rounds: the compiler would unroll one of constant length over a vector's lanes, too.
+                while left - behind >= UNROLLED {
+                    for i in 0..UNROLLED {
+                        at.multiply::<S, N, T, FAR>(s, lane + i, &mut sums);
                     }
-                    for lane in unrolled..lanes {
-                        at.multiply::<S, N, T, FAR>(s, lane, &mut sums);
+                    lane += UNROLLED;
+                    left -= UNROLLED;
+                    if lane == S::LANES {
+                        lane = 0;
+                        at.v = at.v.wrapping_add(self.v_vector);
+                        at.next_v = at.next_v.wrapping_add(self.v_vector);
                     }
-                    at.v = at.v.wrapping_add(self.v_vector);
-                    at.next_v = at.next_v.wrapping_add(self.v_vector);
-                    left -= lanes;
                 }
+                for i in 0..left - behind {
+                    at.multiply::<S, N, T, FAR>(s, lane + i, &mut sums);
+                }
+                left = behind;
                 for (t, sum) in sums.iter().enumerate() {
                     for (i, sum) in sum.iter().enumerate() {
                         let m = self.m.add(i * self.m_vector + t * S::LANES);
