@@ -7,7 +7,7 @@
 use crate::pages;
 use crate::record::RECORDS;
 use crate::steps::{Result, root};
-use crate::{accuracy_picture, published_table, speed_picture, tables};
+use crate::{accuracy_picture, networks_cpu_table, published_table, speed_picture, tables};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -89,6 +89,7 @@ fn content(name: &str, records: &[&str]) -> Result<Filled> {
         "amd" => tables::amd(&json(record, "verify")?),
         "models" => tables::models(&json(record, "models")?, op),
         "compiled" => tables::compiled(&json(record, "models")?, op),
+        "networks-cpu" => networks_cpu_table::tables(&json(record, "networks_cpu")?),
         "published" => published_table::table(&json(record, "published")?),
         "model-errors" => tables::model_errors(&json(record, "models")?),
         "speed-picture" => {

@@ -14,6 +14,7 @@ mod imports;
 mod kernels;
 #[path = "../../windrow-cli/src/lines.rs"]
 mod lines;
+mod networks_cpu_table;
 mod pages;
 mod published_table;
 mod python;
