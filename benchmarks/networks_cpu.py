@@ -334,6 +334,8 @@ def main() -> None:
         title = f"{name}, {options.load} busy" if options.load else name
         measured_at = provenance.commit() | {"date": str(datetime.date.today())}
         record["cases"][title] = {"programs": options.load} | found | measured_at
+        # Of the newest part; each case names its own.
+        record |= measured_at
         provenance.write(options.out, record)
         options.out.with_suffix(".md").write_text(table(record))
         print(f"{title}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
