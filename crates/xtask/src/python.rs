@@ -58,9 +58,10 @@ pub(crate) fn test(steps: &mut Steps, torch: bool, emulator: Option<&Path>) -> R
     });
     steps.run_in_turn("torch tests", processes.collect())?;
     examples::python(true, || python(&environment, &site))?;
-    for example in ["mamba_block", "train_digits"] {
+    for example in ["mamba_block", "train_digits", "denoise_video"] {
         let file = root().join("examples").join(example).with_extension("py");
-        steps.run(example, python(&environment, &site).arg(file))?;
+        let mut run = python(&environment, &site);
+        steps.run(example, run.arg(file).current_dir(root().join("target/xtask")))?;
     }
     Ok(())
 }
