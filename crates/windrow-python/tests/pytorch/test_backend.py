@@ -48,7 +48,8 @@ def close(got, model, x, scale=1.0):
 
 @each_device
 @each_rest
-def test_inference(rest, device, monkeypatch):
+def test_inference(rest, device, monkeypatch, times):
+    times(OURS)
     model = Net().eval().to(device)
     fast = compiled(model, rest, fullgraph=True)
     x = leaf(2, 3, 12, 10, device=device, grad=False)
