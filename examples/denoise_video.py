@@ -27,7 +27,7 @@ CHUNKS = [1, 2, 3, 4, 2]
 
 
 def videos(images: np.ndarray, count: int, random: np.random.Generator) -> Tensor:
-    """Videos [n, 1, frames, SIDE, SIDE] in 0..1, each of a digit of 16 x 16 pixels that moves and comes back at the border."""
+    """Videos [n, 1, frames, SIDE, SIDE] in 0..1 of a digit of 16 x 16 pixels, which comes back at the border."""
     all_frames = np.zeros((count, 1, FRAMES, SIDE, SIDE), np.float32)
     most = SIDE - 16
     for video in all_frames[:, 0]:

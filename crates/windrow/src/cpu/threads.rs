@@ -3,7 +3,8 @@
 //! The caller and its helper threads take tasks until none is left. Each thread starts with its own share and then
 //! steals from the others'. A helper that starts late or not at all costs only speed, because the caller waits for
 //! tasks that have started, not for helpers to start. If [`use_team`] set a team of threads, the caller waits until all
-//! of the team have returned. While it waits, it runs no other jobs of the rayon pool.
+//! of the team have returned, but not inside of [`with_team`](super::with_team). While it waits, it runs no other jobs
+//! of the rayon pool.
 
 use super::float_mode::FloatMode;
 use super::{crew, pool};

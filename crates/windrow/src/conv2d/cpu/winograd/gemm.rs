@@ -226,7 +226,8 @@ impl Operands {
                 let mut sums = [[s.zero(); N]; T];
                 let behind = left.saturating_sub(CHUNK);
                 let mut lane = 0;
-                // One loop over rounds: the compiler would unroll one of constant length over a vector's lanes, too.
+                // One loop over rounds of all vectors. The compiler also unrolled a loop over the lanes of a vector,
+                // and then moved sums to memory.
                 while left - behind >= UNROLLED {
                     for i in 0..UNROLLED {
                         at.multiply::<S, N, T, FAR>(s, lane + i, &mut sums);

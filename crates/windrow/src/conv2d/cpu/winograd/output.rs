@@ -238,9 +238,9 @@ unsafe fn transpose_rows<S: Simd, Y: SimdElement>(
                 }
                 continue;
             }
-            // Of these a copy, so that only the copy lies in memory.
-            let some = rows;
-            for (c, v) in some.as_ref()[..channels].iter().enumerate() {
+            // A copy, which lies in memory because its rows are taken by index. So the square above stays in registers.
+            let copy = rows;
+            for (c, v) in copy.as_ref()[..channels].iter().enumerate() {
                 let y = y.offset(c as isize * stride_k);
                 let v = epilogue.late(s, *v, y, 1, count);
                 if count == S::LANES {
