@@ -112,7 +112,9 @@ def optimize(
     expect_known_version()
     if rest not in (None, *RESTS):
         raise OptionError(f"`rest` is {rest!r}, expected one of {[None, *RESTS]}")
-    result: Any = copy.deepcopy(model)
+    # Parameters made in inference_mode would not count writes to them.
+    with torch.inference_mode(False):
+        result: Any = copy.deepcopy(model)
     for module in [*result.modules()]:
         undo(module)
     unpatch(result).eval().requires_grad_(False)

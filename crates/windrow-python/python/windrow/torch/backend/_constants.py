@@ -4,7 +4,6 @@ parameter changes.
 A pass moves such values into a second graph, the prologue, whose results become inputs of the first graph.
 """
 
-import ctypes
 import operator
 import threading
 import weakref
@@ -140,13 +139,16 @@ class Constants:
         return lambda *given: module(*(given[i] for i in order))
 
 
+def _words(first: int, last: int, device: torch.device) -> Tensor:
+    """The words of memory with these numbers, without `last`. The view does not own this memory: it may be read only while
+    the tensors in it live at the same place."""
+    storage = torch._C._construct_storage_from_data_pointer(first * _WORD, device, (last - first) * _WORD)
+    return torch.empty(0, dtype=torch.int64, device=device).set_(storage, 0, (last - first,), (1,))
+
+
 class _Sample:
     """A few numbers of each filter on the CPU, to notice a write through `data`. Tools that merge low-rank weights
-    write so; PyTorch does not count such writes, and they change most numbers.
-
-    One operation reads all of them, through a view of the memory from the first to the last. The view does not own this
-    memory: it may be read only while the tensors live at the same place.
-    """
+    write so; PyTorch does not count such writes, and they change most numbers. One operation reads all of them."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         words: list[int] = []
@@ -157,20 +159,54 @@ class _Sample:
                 words += [place // _WORD for place in range(t.data_ptr(), t.data_ptr() + t.nbytes, step)]
         self.before: Tensor | None = None
         if words:
-            first, last = min(words), max(words)
-            memory = (ctypes.c_int32 * (last - first + 1)).from_address(first * _WORD)
-            self.memory = torch.frombuffer(memory, dtype=torch.int32)
-            self.places = torch.tensor([word - first for word in words], device="cpu")
+            first, on_cpu = min(words), torch.device("cpu")
+            self.memory = _words(first, max(words) + 1, on_cpu)
+            self.places = torch.tensor([word - first for word in words], device=on_cpu)
             self.before = self.memory.index_select(0, self.places)
 
     def is_same(self) -> bool:
         return self.before is None or torch.equal(self.memory.index_select(0, self.places), self.before)
 
 
+class _Uncounted:
+    """The memory of tensors from inference_mode, which do not count writes, and a copy of it. On a GPU each comparison
+    waits for the device, so one comparison is of many tensors."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        # For each comparison: the device, the memory, and the copy.
+        self._parts: list[tuple[torch.device, list[Tensor], Tensor]] = []
+        views: dict[torch.device, list[Tensor]] = {}
+        for t in given:
+            if t.is_inference() and t.numel() > 0:
+                elements = 1 + sum((n - 1) * by for n, by in zip(t.shape, t.stride(), strict=True))
+                last = t.data_ptr() + elements * t.element_size() - 1
+                view = _words(t.data_ptr() // _WORD, last // _WORD + 1, t.device)
+                views.setdefault(t.device, []).append(view)
+        for device, every in views.items():
+            part, most = list[Tensor](), _COMPARED[device.type == "cpu"]
+            for view in every:
+                if part and sum(v.nbytes for v in part) + view.nbytes > most:
+                    self._parts.append((device, part, torch.cat(part)))
+                    part = []
+                part.append(view)
+            self._parts.append((device, part, torch.cat(part)))
+
+    def is_same(self) -> bool:
+        for device, views, before in self._parts:
+            # A capture would fail at a comparison. The captured graph reads these constants anyway.
+            if is_captured(device):
+                continue
+            if not torch.equal(views[0] if len(views) == 1 else torch.cat(views), before):
+                return False
+        return True
+
+
 # The number of samples of each filter.
 _SAMPLED = 8
-# The bytes of a sample.
-_WORD = 4
+# The bytes of a word of memory.
+_WORD = 8
+# The bytes that are compared at once on a GPU and on the CPU, where a copy of so many stays in the cache.
+_COMPARED = 64 << 20, 1 << 18
 
 
 def _is_dense(t: Tensor) -> bool:
@@ -186,9 +222,12 @@ Make = Callable[[Sequence[Tensor]], tuple[Run, Any]]
 # A function that says if the tensors at these indices still lie at these addresses.
 _lie_at = torch._C._tensors_data_ptrs_at_indices_equal
 _version = operator.attrgetter("_version")
-if torch.__version__ < (2, 14):
-    # PyTorch 2.14 guards the strides of parameters; 2.8 and 2.9 do not.
-    _version = lambda t: (t._version, t.stride())
+# PyTorch 2.14 guards the strides of parameters; 2.8 and 2.9 do not.
+_GUARDS_STRIDES = torch.__version__ >= (2, 14)
+
+
+def _strides(given: Sequence[Tensor]) -> list[Any]:
+    return [] if _GUARDS_STRIDES else [*map(Tensor.stride, given)]
 
 
 @dataclass(eq=False)
@@ -201,25 +240,31 @@ class _OfParameters:
     watched: Sequence[int]
     # The addresses of the graph's inputs.
     pointers: list[int | None]
-    # The version counters of watched inputs.
-    versions: list[Any]
-    # Copies, by index, of tensors from inference_mode, which do not count writes.
-    copies: dict[int, Tensor]
-    # The function that gets the watched inputs.
+    # The version counters and strides of watched inputs; and the memory of those from inference_mode.
+    versions: list[int]
+    strides: list[Any]
+    uncounted: "_Uncounted"
+    # The function that gets the watched inputs, and the one that gets those with a version counter.
     all_watched: Callable[[Sequence[Any]], tuple[Any, ...]]
+    counted: Callable[[Sequence[Any]], tuple[Any, ...]]
     sample: "_Sample"
     references: list[Any]
 
     def is_same(self, inputs: Sequence[Any]) -> bool:
-        if not _lie_at(inputs, self.pointers, self.watched):
-            return False
-        given = self.all_watched(inputs)
-        if not self.copies:
-            return [*map(_version, given)] == self.versions and self.sample.is_same()
-        counted = all(i in self.copies or _version(t) == self.versions[i] for i, t in enumerate(given))
-        # A capture would fail at a comparison, which waits for the device. The captured graph reads these constants anyway.
-        is_equal = lambda i, copy: is_captured(copy.device) or torch.equal(given[i], copy)
-        return counted and self.sample.is_same() and all(is_equal(i, copy) for i, copy in self.copies.items())
+        return (
+            _lie_at(inputs, self.pointers, self.watched)
+            and [*map(_version, self.counted(inputs))] == self.versions
+            and (_GUARDS_STRIDES or _strides(self.all_watched(inputs)) == self.strides)
+            and self.sample.is_same()
+            and self.uncounted.is_same()
+        )
+
+
+def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that gets the inputs with these indices."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda inputs: (*(inputs[i] for i in indices),)
 
 
 class ConstantsCache:
@@ -228,7 +273,7 @@ class ConstantsCache:
     def __init__(self, constants: Constants, watched: Sequence[int], make: Make) -> None:
         """Sets up an empty cache. `watched`: the indices of the inputs that `constants` watches."""
         self.prologue, self.watched, self.make = constants.prologue(), watched, make
-        self.all_watched = operator.itemgetter(*watched) if len(watched) > 1 else lambda inputs: (inputs[watched[0]],)
+        self.all_watched = _getter(watched)
         like = map(value, constants.inputs)
         self.like = [(t.shape, t.stride(), t.dtype, t.device) for t in like]
         self.in_graphs = constants.in_graphs
@@ -253,8 +298,9 @@ class ConstantsCache:
         return found
 
     def _computed(self, key: tuple[int, ...], inputs: Sequence[Any], given: Sequence[Tensor]) -> _OfParameters:
-        copies = {i: t.clone() for i, t in enumerate(given) if t.is_inference()}
-        versions = [0 if t.is_inference() else _version(t) for t in given]
+        # Before anything is computed: a write meanwhile shows at the next call.
+        counted = [i for i, t in zip(self.watched, given, strict=True) if not t.is_inference()]
+        versions, strides, uncounted = [inputs[i]._version for i in counted], _strides(given), _Uncounted(given)
         before = self._found.get(key)
         if before is not None and not self.in_graphs:
             constants = before.constants
@@ -273,8 +319,9 @@ class ConstantsCache:
         for i in self.watched:
             pointers[i] = inputs[i].data_ptr()
         found = _OfParameters(
-            run, modules, constants, self.watched, pointers, versions, copies, self.all_watched, _Sample(given), references
-        )
+            run, modules, constants, self.watched, pointers, versions, strides, uncounted,
+            self.all_watched, _getter(counted), _Sample(given), references,
+        )  # fmt: skip
         self._found[key] = found
         return found
 
