@@ -1,13 +1,18 @@
-"""The price of `batch_invariant` on the CPU: the 18 layers with 1, 8 and 64 images, with the option and without.
+"""The price of `batch_invariant`: the 18 layers with 1, 8 and 64 images, with the option and without.
 
-    python benchmarks/batch_invariance.py [--batches 1 8 64] [--dtypes float32] [--record DIRECTORY]
+    python benchmarks/batch_invariance.py [--device cpu|cuda:N] [--batches 1 8 64] [--dtypes float32] [--only layers]
+        [--budget SECONDS] [--record DIRECTORY]
 
-Both plans have packed filters and write to memory that exists, in channels-last if Windrow is faster so, else in NCHW:
-the layout is the faster one without the option. Calls take turns; a time is the median. Where both plans are the same,
-nothing is measured and the ratio is 1. With --record the figures are written as batch_invariance.json and .md.
+On CUDA calls are in CUDA graphs, and six networks of torchvision follow: `windrow.torch.patch(model)` beside
+`patch(model, batch_invariant=True)`. Nothing is started after the budget.
+
+On the CPU both plans have packed filters and write to memory that exists. Layers are channels-last if Windrow is faster
+so without the option, else NCHW. Calls take turns; a time is the median. Where both plans are the same, nothing is
+measured and the ratio is 1. With --record the figures are written as batch_invariance.json and .md.
 """
 
 import argparse
+import math
 import statistics
 import time
 from pathlib import Path
@@ -82,29 +87,73 @@ def table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:N")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
+    parser.add_argument("--only", choices=["layers", "networks"])
+    parser.add_argument("--budget", type=float, default=math.inf)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
+    stop = time.perf_counter() + options.budget
+    if options.device != "cpu":
+        return main_on_cuda(options, stop)
 
     rows = []
+    for dtype, name, shape, k in layers(options):
+        if time.perf_counter() < stop:
+            rows.append(measured(name, shape, k, dtype))
+            show(rows[-1])
+    print(table(rows))
+    write(options, {"machine": provenance.cpu(), "rows": rows}, [table(rows)])
+    return 0
+
+
+def main_on_cuda(options, stop):
+    import batch_invariance_cuda as cuda
+    import torch
+
+    device = torch.device(options.device)
+    torch.cuda.set_device(device)
+    rows, networks = [], []
+    for dtype, name, shape, k in layers(options):
+        if options.only != "networks" and time.perf_counter() < stop:
+            rows.append(cuda.layer(name, shape, k, dtype, device))
+            show(rows[-1])
+    if options.only != "layers":
+        for row in cuda.networks_of(options.dtypes, options.batches, device):
+            networks.append(row)
+            print({key: value for key, value in row.items() if key != "not_promised"}, flush=True)
+            if time.perf_counter() >= stop:
+                break
+    tables = [table(rows)] * bool(rows) + [cuda.network_table(networks)] * bool(networks)
+    print("\n\n".join(tables))
+    machine = torch.cuda.get_device_name(device)
+    write(options, {"machine": machine, "torch": torch.__version__, "rows": rows, "networks": networks}, tables)
+    return 0
+
+
+def layers(options):
+    """Type, name, shape of the input and output channels of each layer."""
+    lines = [line.split(",") for line in LAYERS.read_text().splitlines() if not line.startswith("#")]
     for dtype in options.dtypes:
         for n in options.batches:
-            for line in LAYERS.read_text().splitlines():
-                if line.startswith("#"):
-                    continue
-                name, _, *sizes = line.split(",")
+            for name, _, *sizes in lines:
                 c, h, w, k = map(int, sizes)
-                rows.append(measured(name, (n, c, h, w), k, dtype))
-                row = rows[-1]
-                print(f"{row['ratio']:.3f}  {dtype} {name} {row['shape']} {row['layout']} {row['algorithms']}", flush=True)
-    print(table(rows))
-    if options.record:
-        record = {**provenance.commit(), "machine": provenance.cpu(), "rows": rows}
-        provenance.write(options.record / "batch_invariance.json", record)
-        about = f"Time with `batch_invariant` divided by the time without. {provenance.sentence()}"
-        (options.record / "batch_invariance.md").write_text(f"{about}\n\n{table(rows)}\n")
+                yield dtype, name, (n, c, h, w), k
+
+
+def show(row):
+    what = [row[key] for key in ("dtype", "layer", "shape", "layout", "algorithms")]
+    print(f"{row['ratio']:.3f} ", *what, flush=True)
+
+
+def write(options, record, tables):
+    if not options.record:
+        return
+    provenance.write(options.record / "batch_invariance.json", {**provenance.commit(), **record})
+    about = f"Time with `batch_invariant` divided by the time without. {provenance.sentence()}"
+    (options.record / "batch_invariance.md").write_text("\n\n".join([about, *tables]) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

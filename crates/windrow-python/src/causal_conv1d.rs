@@ -82,7 +82,7 @@ impl<'py> Inputs<'py> {
 /// initial_states: [b or sequences, d, width - 1], the inputs before each sequence; by default zeros.
 /// return_final_states: if true, the result is `(y, final_states)`. final_states has the shape of
 /// initial_states.
-/// batch_invariant: if true, the bits of a sequence do not depend on the other sequences (on the CPU only).
+/// batch_invariant: if true, the bits of a sequence do not depend on the other sequences.
 /// out: the array that is written and returned. device: where arrays in main memory are computed.
 ///
 /// Raises ValueError, TypeError (element types) or IndexError (`cu_seqlens` that does not rise from 0

@@ -291,7 +291,7 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
 /// activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
 /// accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
 /// algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
-/// batch_invariant: if true, the bits of an image do not depend on the other images (on the CPU only).
+/// batch_invariant: if true, the bits of an image do not depend on the other images.
 /// out: the array that is written and returned. device: where arrays in main memory are computed.
 ///
 /// Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot

@@ -150,8 +150,9 @@ pub struct PlanOptions {
     /// are not used, because their entries were measured without one.
     pub memory: Option<usize>,
     /// True if the bits of each image or sequence must not depend on what else is in its batch. The cost model then
-    /// chooses for a fixed number of images and a kept filter, whatever `tuning` and `filter` say. For plans on GPUs
-    /// and for GELU this is [`Error::Unsupported`]. See `docs/batch-invariance.md`.
+    /// chooses for a fixed number of images and a kept filter, whatever `tuning` and `filter` say. On GPUs it is
+    /// [`Error::Unsupported`] for convolutions of videos, for dense weights of causal convolutions, and for algorithms
+    /// of libraries (`cudnn`, `winograd_gemm`). See `docs/batch-invariance.md`.
     pub batch_invariant: bool,
 }
 

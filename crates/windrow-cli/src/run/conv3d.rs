@@ -9,7 +9,7 @@ use windrow::{
     Conv3dSpec, Placed, Tensor, TensorDesc, TimePadding, Workspace,
 };
 
-/// 3-D convolution of videos or volumes
+/// 3-D convolution of videos or volumes, on the CPU
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:

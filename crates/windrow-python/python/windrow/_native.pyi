@@ -25,6 +25,7 @@ def gelu(
     gate: Array | None = None,
     *,
     approximate: Literal["none", "tanh"] = "none",
+    batch_invariant: bool = False,
     out: A | None = None,
     device: str | None = None,
 ) -> A:
@@ -32,6 +33,7 @@ def gelu(
 
     x, gate: f32, f16 or bf16, of the same shape, any strides. bias: [last dimension of x], f32 or x's
     type. approximate: "none" is `0.5 x erfc(-x / sqrt 2)`, "tanh" the usual approximation by tanh.
+    batch_invariant: if true, the bits of an element do not depend on its place or on other elements.
     out: the array that is written and returned; it may be `x`. device: where arrays in main memory
     are computed.
 
@@ -66,7 +68,7 @@ def causal_conv1d(
     initial_states: [b or sequences, d, width - 1], the inputs before each sequence; by default zeros.
     return_final_states: if true, the result is `(y, final_states)`. final_states has the shape of
     initial_states.
-    batch_invariant: if true, the bits of a sequence do not depend on the other sequences (on the CPU only).
+    batch_invariant: if true, the bits of a sequence do not depend on the other sequences.
     out: the array that is written and returned. device: where arrays in main memory are computed.
 
     Raises ValueError, TypeError (element types) or IndexError (`cu_seqlens` that does not rise from 0
@@ -192,7 +194,7 @@ def conv2d(
     activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
     algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
-    batch_invariant: if true, the bits of an image do not depend on the other images (on the CPU only).
+    batch_invariant: if true, the bits of an image do not depend on the other images.
     out: the array that is written and returned. device: where arrays in main memory are computed.
 
     Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
@@ -219,8 +221,8 @@ def conv3d(
     out: A | None = None,
     filters: tuple[FilterCache, bool] | None = None,
 ) -> A:
-    """Three-dimensional convolution, by Winograd if filter and stride allow it and the error stays within `accuracy`
-    (default "fp32").
+    """Three-dimensional convolution on the CPU, by Winograd if filter and stride allow it and the error stays within
+    `accuracy` (default "fp32").
 
     x: [n, c, t, h, w], f32, f16 or bf16, any strides; the result [n, k, ot, oh, ow] is channels-last if x
     is. weight: [k, c / groups, kt, r, s] of x's type; bias: [k], f32 or x's type.
@@ -232,7 +234,7 @@ def conv3d(
     residual, activation, accuracy, algorithm, batch_invariant and out: as for `conv2d`.
 
     Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
-    compute this case).
+    compute this case, or arrays on a GPU).
     """
 
 def conv2d_backward(

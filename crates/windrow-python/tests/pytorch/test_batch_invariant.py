@@ -132,11 +132,34 @@ def test_report_names_what_is_not_ours():
         }
     )
     report = windrow.torch.patch(model, batch_invariant=True)
-    assert {"linear", "norm", "group", "attention", "mean", "wide", "gelu"} <= report.left.keys()
-    assert report.swapped.keys() == {"two", "three"}
+    assert {"linear", "norm", "group", "attention", "mean", "wide"} <= report.left.keys()
+    assert report.swapped.keys() == {"two", "three", "gelu"}
     assert "float64" in report.left["wide"]
     windrow.torch.unpatch(model)
     assert type(model["two"]) is nn.Conv2d and "accuracy" not in vars(model["two"])
+    assert "batch_invariant" not in vars(model["gelu"])
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gelu(dtype, approximate):
+    x = torch.randn(7, 53)
+    # Large elements, which are computed in another way.
+    x[2, 3], x[5, 50], x[6, 0] = 9.0, -7.0, 1e4
+    x = x.to(dtype)
+    model = nn.Sequential(nn.GELU(approximate))
+    want = model(x)
+    report = windrow.torch.patch(model, batch_invariant=True)
+    assert not report.left
+    y = expect_same_bits(model, x)
+    torch.testing.assert_close(y, want)
+    assert torch.equal(windrow.torch.gelu(x, approximate, batch_invariant=True), y)
+    x = x.requires_grad_()
+    assert torch.equal(model(x), y)
+    model(x).float().sum().backward()
+    assert x.grad.shape == x.shape
+    compiled = torch.compile(lambda x: windrow.torch.gelu(x, approximate, batch_invariant=True), backend="aot_eager")
+    assert torch.equal(compiled(x.detach()), y)
 
 
 def functions():

@@ -3,7 +3,6 @@
 mod configuration;
 pub(crate) mod conv3d;
 mod cpu;
-mod frame_reads;
 mod gpu;
 mod mirrored;
 mod networks;

@@ -49,6 +49,13 @@ pub struct Problem {
 }
 
 impl Problem {
+    /// The sizes for which everything is chosen that changes bits. If the bits of an image must not depend on the
+    /// number of images, that is a fixed number. For one image the cost model would choose tiles that waste time in
+    /// larger batches, and for many images tiles of which one image fills few.
+    pub(crate) fn for_choice(&self, batch_invariant: bool) -> Self {
+        Problem { n: if batch_invariant { 8 } else { self.n }, ..*self }
+    }
+
     /// The sizes of a convolution over images (`D` is 2) or videos (3) with these strides, paddings and dilations. If
     /// `allows_empty` is true, a filter that is larger than the padded input is accepted, and the output size in that
     /// direction is 0. Otherwise it is an error.

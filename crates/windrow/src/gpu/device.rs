@@ -44,6 +44,13 @@ pub(crate) fn devices(of: fn(u32) -> Device) -> Result<Vec<DeviceInfo>> {
     (0..(backend.count)()?).map(|i| Ok(Gpu::get(of(i))?.info.clone())).collect()
 }
 
+/// The first device of each backend, for tests that have nothing to do without one.
+#[cfg(test)]
+pub(crate) fn first_devices() -> Vec<Device> {
+    let found = [Device::Cuda as fn(u32) -> Device, Device::Hip].into_iter();
+    found.filter(|&of| devices(of).is_ok_and(|d| !d.is_empty())).map(|of| of(0)).collect()
+}
+
 /// A device that a backend has started.
 pub(crate) struct Started {
     pub(crate) info: DeviceInfo,

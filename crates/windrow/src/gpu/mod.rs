@@ -49,6 +49,8 @@ pub(crate) use column_sum::column_sum;
 #[cfg(feature = "gpu")]
 pub(crate) use compiler::{Compiled, Compiler, Reading};
 pub(crate) use convolution::{Choice, Convolution, ConvolutionSpec, Operation, VendorConvolution};
+#[cfg(test)]
+pub(crate) use device::first_devices;
 pub(crate) use device::{Backend, Gpu, Started, devices, notice_forks};
 #[cfg(feature = "gpu")]
 pub(crate) use driver::{Calls, Driven, MemoryAccess, keep_freed_memory, made};

@@ -62,8 +62,6 @@ pub(crate) use inputs;
 pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
     /// The name in reports, errors and the keys of the tuning tables.
     const NAME: &'static str;
-    /// True if plans on the CPU have the option [`PlanOptions::batch_invariant`].
-    const HAS_BATCH_INVARIANT: bool = true;
     /// The inputs of a run.
     const INPUTS: &'static [Input<Self::Spec>];
     /// The spec: what to compute.
@@ -91,6 +89,14 @@ pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
     /// The inputs that these arguments give as views. A packed filter is not a view.
     fn inputs(_: &Self::Args<'_>) -> &'static [Input<Self::Spec>] {
         Self::INPUTS
+    }
+
+    /// Checks that plans on a device have the option [`PlanOptions::batch_invariant`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    fn check_batch_invariant(_: &Self::Spec, _: Device) -> Result<()> {
+        Ok(())
     }
 
     /// The configuration that was measured to be fastest for a spec. `None` if there is none; then the cost model

@@ -9,7 +9,7 @@ use crate::tensor::{check_device, check_view};
 #[cfg(feature = "tuning")]
 use crate::tuning::{Report, Search};
 use crate::verification::{Check, Comparison, require};
-use crate::{Device, Error, PlanOptions, Result, TensorRef, Verify, Workspace};
+use crate::{Device, PlanOptions, Result, TensorRef, Verify, Workspace};
 
 /// A checked spec that is bound to a device, with an algorithm and its prepared kernels. A plan is made once and run
 /// many times.
@@ -81,14 +81,8 @@ pub(crate) use engine;
 
 /// Returns [`Error::Unsupported`] if the options ask for bits that do not depend on the batch, and the operator does not
 /// have them on this device.
-fn check_batch_invariant<O: Operator>(options: &PlanOptions) -> Result<()> {
-    let why = match options.device {
-        _ if !options.batch_invariant => return Ok(()),
-        Device::Cpu if O::HAS_BATCH_INVARIANT => return Ok(()),
-        Device::Cpu => "the bits of an element depend on others in its vector",
-        Device::Cuda(_) | Device::Hip(_) => "the option is available on the CPU only",
-    };
-    Err(Error::unsupported(format!("{} with batch_invariant on {}", O::NAME, options.device), why))
+fn check_batch_invariant<O: Operator>(spec: &O::Spec, options: &PlanOptions) -> Result<()> {
+    if options.batch_invariant { O::check_batch_invariant(spec, options.device) } else { Ok(()) }
 }
 
 /// The measured configuration, which is not used if the bits must not depend on the batch.
@@ -106,12 +100,12 @@ impl<O: Operator> Plan<O> {
     /// [`Error::OverlappingOutput`](crate::Error::OverlappingOutput),
     /// [`Error::SizeOverflow`](crate::Error::SizeOverflow), [`Error::Unsupported`](crate::Error::Unsupported). On a GPU
     /// [`Error::NoDevice`](crate::Error::NoDevice), and [`Error::Backend`](crate::Error::Backend) if kernels cannot be
-    /// compiled or loaded; [`Error::Unsupported`](crate::Error::Unsupported) with the option `batch_invariant`. With
+    /// compiled or loaded; [`Error::Unsupported`](crate::Error::Unsupported) if there is no `batch_invariant` plan. With
     /// [`Tuning::Search`](crate::Tuning::Search) also the errors of a run, and
     /// [`Error::Unsupported`](crate::Error::Unsupported) in a build without the feature `tuning`.
     pub fn new(spec: &O::Spec, options: &PlanOptions) -> Result<Self> {
         let problem = O::problem(spec)?;
-        check_batch_invariant::<O>(options)?;
+        check_batch_invariant::<O>(spec, options)?;
         if let Some(tuned) = tuned::<O>(spec, options)? {
             return Self::with_configuration(spec, &tuned, options);
         }
@@ -129,7 +123,7 @@ impl<O: Operator> Plan<O> {
         options: &PlanOptions,
     ) -> Result<<O::Configuration as Configuration>::Algorithm> {
         let problem = O::problem(spec)?;
-        check_batch_invariant::<O>(options)?;
+        check_batch_invariant::<O>(spec, options)?;
         match tuned::<O>(spec, options)? {
             Some(tuned) => Ok(tuned.algorithm()),
             None => on_device!(O::choose, spec, &problem, options),
@@ -171,7 +165,7 @@ impl<O: Operator> Plan<O> {
         isa: Isa,
     ) -> Result<Self> {
         let problem = O::problem(spec)?;
-        check_batch_invariant::<O>(options)?;
+        check_batch_invariant::<O>(spec, options)?;
         configuration.check(options)?;
         let backend = match options.device {
             Device::Cpu => {

@@ -292,7 +292,7 @@ def causal_conv1d_fn(
     split: one to three numbers of channels whose sum is dim (dim_out). y is then a tuple of tensors, each of which has
     so many of the channels and no gaps: `torch.split(y, split, dim=1)` without a copy behind it.
     batch_invariant: if true, the bits of a sequence do not depend on the other sequences of the batch, on the number of
-    threads, or on what was measured (on the CPU only).
+    threads, or on what was measured. Dense weights do not have it on CUDA.
 
     Returns y, or (y, final_states) with `return_final_states`.
     """

@@ -212,7 +212,7 @@ def conv2d(
     PyTorch's operator at the first call of a problem, and later calls use the faster one.
 
     batch_invariant: if true, the bits of an image do not depend on the other images, on the number of threads, or on what
-    was measured (on the CPU only). Then Windrow computes the convolution and its gradients.
+    was measured. Then Windrow computes the convolution and its gradients.
 
     The packed form of a filter is kept as long as the filter's memory exists, except if a gradient of the filter is
     wanted. Each call checks if the filter still has the values that were packed. With `frozen` you promise that it has,

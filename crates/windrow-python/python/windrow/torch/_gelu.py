@@ -20,14 +20,16 @@ from windrow.torch._library import (
 from windrow.torch._replaced import own_method
 
 
-def _kernel(x: Tensor, bias: Tensor | None, gate: Tensor | None, approximate: str) -> Tensor:
+def _kernel(
+    x: Tensor, bias: Tensor | None, gate: Tensor | None, approximate: str, batch_invariant: bool = False
+) -> Tensor:
     try:
-        return _native.gelu(x, bias, gate, approximate=approximate)
+        return _native.gelu(x, bias, gate, approximate=approximate, batch_invariant=batch_invariant)
     except (ValueError, TypeError) as error:
         raise with_input(error) from None
 
 
-def _aten(x: Tensor, bias: Tensor | None, gate: Tensor | None, approximate: str) -> Tensor:
+def _aten(x: Tensor, bias: Tensor | None, gate: Tensor | None, approximate: str, _: bool) -> Tensor:
     y = F.gelu(x if bias is None else x + bias, approximate=approximate)
     return y if gate is None else y * gate
 
@@ -45,9 +47,9 @@ def _backward_kernel(
 
 
 _gelu = define(
-    "gelu(Tensor x, Tensor? bias, Tensor? gate, str approximate) -> Tensor",
+    "gelu(Tensor x, Tensor? bias, Tensor? gate, str approximate, bool batch_invariant=False) -> Tensor",
     _kernel,
-    lambda x, bias, gate, approximate: torch.empty_like(x),
+    lambda x, bias, gate, approximate, batch_invariant=False: torch.empty_like(x),
 )
 _gelu_backward = define(
     "gelu_backward(Tensor dy, Tensor x, Tensor? bias, Tensor? gate, str approximate, bool[] needs)"
@@ -58,7 +60,7 @@ _gelu_backward = define(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, bias, gate, ctx.approximate = inputs
+    x, bias, gate, ctx.approximate, _ = inputs
     ctx.save_for_backward(x, bias, gate)
 
 
@@ -66,7 +68,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
     tensors = (dy, *ctx.saved_tensors)
     grads = call(_gelu_backward, _backward_kernel, tensors, ctx.approximate, needs)
-    return *or_none(grads, needs), None
+    return *or_none(grads, needs), None, None
 
 
 differentiable(_gelu, _kernel, _setup_context, _backward)
@@ -78,18 +80,21 @@ def gelu(
     *,
     bias: Tensor | None = None,
     gate: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """`gelu(input + bias) * gate`. If bias and gate are None, it is `torch.nn.functional.gelu`.
 
     input, gate: f32, f16 or bf16, of the same shape, any strides. bias: [last dimension], f32 or of input's type.
+    batch_invariant: if true, the bits of an element do not depend on its place or on other elements.
     """
     tensors = (input, bias, gate)
     if has_torch_function(tensors):
-        return handle_torch_function(gelu, tensors, input, approximate, bias=bias, gate=gate)
-    return call(_gelu, _kernel, tensors, approximate, aten=_aten)
+        how = {"bias": bias, "gate": gate, "batch_invariant": batch_invariant}
+        return handle_torch_function(gelu, tensors, input, approximate, **how)
+    return call(_gelu, _kernel, tensors, approximate, batch_invariant, aten=_aten)
 
 
-def gelu_of_any(input: Tensor, approximate: str = "none") -> Tensor:
+def gelu_of_any(input: Tensor, approximate: str = "none", batch_invariant: bool = False) -> Tensor:
     """GELU of any tensor. PyTorch's operator computes types and devices that Windrow does not support, and calls under
     transforms of `torch.func`, because it has all derivatives."""
     if isinstance(input, Tensor) and (
@@ -98,7 +103,7 @@ def gelu_of_any(input: Tensor, approximate: str = "none") -> Tensor:
         or (not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active())
     ):
         return F.gelu(input, approximate=approximate)
-    return gelu(input, approximate)
+    return gelu(input, approximate, batch_invariant=batch_invariant)
 
 
 _FORWARD = own_method(nn.GELU, "forward")
@@ -108,7 +113,9 @@ class GELU(nn.GELU):
     """`torch.nn.GELU`, computed by Windrow.
 
     PyTorch computes it in TorchScript, in ONNX, under transforms of `torch.func`, and for types and devices that
-    Windrow does not support."""
+    Windrow does not support. With `batch_invariant` the bits of an element do not depend on other elements."""
+
+    batch_invariant = False
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
@@ -117,4 +124,4 @@ class GELU(nn.GELU):
             # Somebody has replaced PyTorch's method, or `unpatch` has restored the class and somebody still holds this
             # one.
             return nn.GELU.forward(self, input)
-        return gelu_of_any(input, self.approximate)
+        return gelu_of_any(input, self.approximate, self.batch_invariant)

@@ -65,7 +65,7 @@ def _decided(module: Convolution) -> Iterator[str]:
 
 # Set on the modules that were swapped, beside the options that they have beyond PyTorch's.
 _MARK = "_was_patched"
-_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", "_left", *Convolution.FOUND_OUT)
+_OPTIONS = ("activation", "accuracy", "algorithm", "batch_invariant", "frozen", "_left", *Convolution.FOUND_OUT)
 _OWN = {
     nn.Conv1d: Conv1d,
     nn.Conv2d: Conv2d,
@@ -100,7 +100,7 @@ def patch(model: nn.Module, accuracy: str | None = None, batch_invariant: bool =
     to f16 or bf16.
 
     batch_invariant: if true, Windrow computes every convolution that it supports, nothing is measured, and the bits of an
-    image's result do not depend on the other images in its batch (on the CPU only). Nothing else is swapped. The report
+    image's result do not depend on the other images in its batch. Of other modules only GELU is swapped. The report
     also names each other module whose bits may depend on the batch, such as linear layers, normalisations and
     attention. Functions that a `forward` calls are not found.
 
@@ -128,6 +128,8 @@ def patch(model: nn.Module, accuracy: str | None = None, batch_invariant: bool =
         if isinstance(module, Convolution):
             module.algorithm = None if batch_invariant else FASTEST
             module.accuracy = accuracy_with(accuracy, batch_invariant)
+        elif isinstance(module, GELU) and batch_invariant:
+            module.batch_invariant = True
     return report
 
 
@@ -226,6 +228,10 @@ def _why_not_promised(module: nn.Module) -> str | None:
     add nothing up, and for those that only contain others."""
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind is nn.Conv3d and any(p.is_cuda for p in module.parameters()):
+        return f"{name} on CUDA: {NOT_PROMISED}"
+    if kind is nn.GELU:
+        return None
     if kind in _OWN and isinstance(module, nn.modules.conv._ConvNd):
         types = {p.dtype for p in module.parameters()}
         return f"{name} of {', '.join(map(str, types - {*TYPES}))}: {NOT_PROMISED}" if types - {*TYPES} else None

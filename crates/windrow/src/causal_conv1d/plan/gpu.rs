@@ -51,8 +51,8 @@ impl Engine<CausalConv1d> for Gpu {
         configuration: &CausalConv1dConfiguration,
     ) -> Result<Self> {
         setup.require(configuration.algorithm, &algorithms(setup.problem))?;
-        let &Setup { spec, problem, place, .. } = setup;
-        let direct = || Ok(Box::new(Direct::new(place, spec, problem)?));
+        let &Setup { spec, problem, place, options } = setup;
+        let direct = || Ok(Box::new(Direct::new(place, spec, problem, options.batch_invariant)?));
         let kernels = match configuration.algorithm {
             CausalConv1dAlgorithm::Direct => Kernels::Direct(direct()?),
             CausalConv1dAlgorithm::Im2colGemm => {

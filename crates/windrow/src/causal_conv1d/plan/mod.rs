@@ -12,7 +12,7 @@ use super::{
     CausalConv1dSpec, Problem, comparison,
 };
 use crate::plan::{self, Backend, Operator, Plan, engine, inputs};
-use crate::{Activation, PlanOptions, Result, Tensor, TensorRef, Workspace};
+use crate::{Activation, Device, Error, PlanOptions, Result, Tensor, TensorRef, Workspace};
 
 pub use cpu::Cpu;
 pub use gpu::Gpu;
@@ -55,6 +55,18 @@ impl Operator for CausalConv1d {
 
     fn problem(spec: &CausalConv1dSpec) -> Result<Problem> {
         spec.problem()
+    }
+
+    /// On a GPU, weights of more than one channel are multiplied by a library that chooses its kernel by the number of
+    /// tokens.
+    fn check_batch_invariant(spec: &CausalConv1dSpec, device: Device) -> Result<()> {
+        if device == Device::Cpu || !spec.problem()?.dense {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            format!("causal_conv1d with batch_invariant on {device}"),
+            "only depthwise weights have the option there",
+        ))
     }
 
     fn tuned(

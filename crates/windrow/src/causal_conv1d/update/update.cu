@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
     if (d >= p.channels) return;
     const i64 width = WIDTH ? WIDTH : p.width, history = width - 1;
     float bias = bias_at(p, d);
-    const W::Storage *weight = p.weight + d * p.weight_stride[0];
+    const auto tap = [&](i64 k) { return weight_at(p, d, k); };
 
     for (i64 b = blockIdx.y; b < p.batch; b += gridDim.y) {
         S *y = p.y + b * p.y_stride[0] + d * p.y_stride[1];
@@ -60,12 +60,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
 #pragma unroll
             for (int k = 0; k < STATE_LENGTH; k++) tokens[k] = c.state[k * c.state_step];
             tokens[STATE_LENGTH] = *c.x;
-            float sum = bias;
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++) {
-                float w = W::to_float(weight[k * p.weight_stride[1]]);
-                sum = fmaf(w, T::to_float(tokens[STATE_LENGTH + 1 - WIDTH + k]), sum);
-            }
+            float sum = sum_taps<WIDTH>(
+                bias, WIDTH, tap, [&](int k) { return T::to_float(tokens[STATE_LENGTH + 1 - WIDTH + k]); });
             *y = T::from_float(activate<ACT, true>(sum));
 #pragma unroll
             for (int k = 0; k < STATE_LENGTH; k++) c.state[k * c.state_step] = tokens[k + 1];
@@ -73,12 +69,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
         }
 #endif
         for (i64 t = 0; t < p.length; t++) {
-            float sum = bias;
-#pragma unroll
-            for (i64 k = 0; k < width; k++) {
-                float w = W::to_float(weight[k * p.weight_stride[1]]);
-                sum = fmaf(w, c.input(t + k - history), sum);
-            }
+            float sum = sum_taps<WIDTH>(bias, width, tap, [&](i64 k) { return c.input(t + k - history); });
             y[t * p.y_stride[2]] = T::from_float(activate<ACT, true>(sum));
         }
 

@@ -46,12 +46,10 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) {
             tokens[i][STATE_LENGTH] = x.stored(i);
-            sum[i] = bias_at(p, d + i);
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++) {
-                sum[i] = fmaf(weight[k][i], T::to_float(tokens[i][STATE_LENGTH + 1 - WIDTH + k]), sum[i]);
-            }
-            sum[i] = activate<ACT, true>(sum[i]);
+            float of_taps = sum_taps<WIDTH>(
+                bias_at(p, d + i), WIDTH, [&](int k) { return weight[k][i]; },
+                [&](int k) { return T::to_float(tokens[i][STATE_LENGTH + 1 - WIDTH + k]); });
+            sum[i] = activate<ACT, true>(of_taps);
         }
         y.pack(sum);
         y.template store<VECTOR>(out);

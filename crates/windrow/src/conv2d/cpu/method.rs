@@ -24,11 +24,6 @@ pub(crate) struct Task<'a> {
     pub(super) batch_invariant: bool,
 }
 
-/// The number of images for which the cost model chooses if the bits of an image must not depend on their number. With
-/// one image it would choose tiles that waste time in larger batches, and with many images tiles of which one image
-/// fills few.
-const IMAGES: usize = 8;
-
 impl<'a> Task<'a> {
     /// The convolution itself.
     pub(crate) fn new(
@@ -47,11 +42,9 @@ impl<'a> Task<'a> {
         self
     }
 
-    /// The sizes for which everything is chosen that changes bits: with a fixed number of images if these must not
-    /// depend on it.
+    /// The sizes for which everything is chosen that changes bits.
     pub(super) fn sizes(&self) -> Problem {
-        let n = if self.batch_invariant { IMAGES } else { self.problem.n };
-        Problem { n, ..*self.problem }
+        self.problem.for_choice(self.batch_invariant)
     }
 
     /// The same over the frames of a video, if any are given.

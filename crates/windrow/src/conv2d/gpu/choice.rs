@@ -22,6 +22,10 @@ use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, ImplicitGemm, WinogradGemm, Win
 /// [`Error::Unsupported`] if the pixels of an image, the batch, or the channels times the taps of a filter are 2^30 or
 /// more.
 pub(crate) fn best(gpu: &'static Gpu, task: &Task<'_>) -> Result<Conv2dAlgorithm> {
+    task.for_choice(|task| best_of(gpu, task))
+}
+
+fn best_of(gpu: &'static Gpu, task: &Task<'_>) -> Result<Conv2dAlgorithm> {
     let mut supported = supported(gpu, task);
     if supported.is_empty() {
         return Err(too_large());
@@ -61,7 +65,9 @@ const FEW_TERMS: usize = 64;
 pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
     let (spec, p) = (task.spec, task.problem);
     let has = |algorithm| supported.contains(&algorithm) && allows(&task.by(algorithm));
-    let grouped = |_| is_strict(spec) && GroupedMethod.computes(task);
+    // The rules expect cuDNN.
+    let alone = !supported.contains(&Cudnn);
+    let grouped = |_| (is_strict(spec) || alone) && GroupedMethod.computes(task);
     // cuDNN's kernels on tensor cores compute one product: for f32 at lower accuracy, and for f16/bf16 whose pixels are
     // whole vectors. So `implicit_gemm` is compared in strict f32. It is also compared for f16/bf16 with other pixels, or
     // with bias, residual, activation or another layout of y: it fuses these, and cuDNN needs a second pass.
@@ -71,7 +77,7 @@ pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAl
             || has_epilogue(spec)
             || NhwcConversion::suits(spec, p);
         let few = chosen == Direct && p.groups == 1 && p.taps() < FEW_TERMS;
-        (is_strict(spec) || spec.x.dtype != DType::F32 && unlike_cudnns) && !few
+        (is_strict(spec) || alone || spec.x.dtype != DType::F32 && unlike_cudnns) && !few
     };
     let changes = |chosen: Conv2dAlgorithm| {
         task.options.filter == Filter::Changing && (chosen.is_winograd() || chosen == ImplicitGemm)

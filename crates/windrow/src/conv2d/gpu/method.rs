@@ -22,6 +22,11 @@ pub(super) trait Method: Sync {
         Ok(())
     }
 
+    /// False if the bits of an image's result may depend on the number of images.
+    fn is_batch_invariant(&self) -> bool {
+        true
+    }
+
     /// A request to cuDNN, whether it has a kernel for the task. Other methods need none.
     ///
     /// # Errors
@@ -97,9 +102,23 @@ pub(super) struct Parameter {
     pub(super) is_valid: fn(usize) -> bool,
 }
 
-/// True if the method computes the spec on `gpu`.
+/// True if the method computes the task on `gpu`.
 pub(super) fn supports(method: &dyn Method, gpu: &Gpu, task: &Task<'_>) -> bool {
-    method.computes(task) && method.runs_on(gpu, task).is_ok()
+    method.computes(task) && check(method, gpu, task).is_ok()
+}
+
+/// Checks that the GPU has what the kernels need, and that the method's bits are as the task's options demand.
+///
+/// # Errors
+/// [`Error::Unsupported`].
+pub(super) fn check(method: &dyn Method, gpu: &Gpu, task: &Task<'_>) -> Result<()> {
+    if task.options.batch_invariant && !method.is_batch_invariant() {
+        return Err(Error::unsupported(
+            format!("conv2d by {} with batch_invariant", task.algorithm()),
+            "its library chooses kernels by the number of images",
+        ));
+    }
+    method.runs_on(gpu, task)
 }
 
 /// The check of [`Method::runs_on`] for kernels with warpgroup matrix instructions (wgmma).

@@ -5,12 +5,11 @@ use super::few_taps::FewTapsMethod;
 use super::general::{DIRECT, IM2COL_GEMM};
 use super::grouped::GroupedMethod;
 use super::implicit_gemm::ImplicitGemmMethod;
-use super::method::{Method, supports};
+use super::method::{Method, check, supports};
 use super::prepared::Prepared;
 use super::task::Task;
 use super::winograd_gemm::WinogradGemmMethod;
 use super::winograd_row::WinogradRowMethod;
-use crate::conv2d::problem::Frames;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem};
 use crate::gpu::Gpu;
 use crate::{DType, Error, Result};
@@ -65,11 +64,20 @@ pub(crate) fn prepare(gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prep
     if !fits_i32(task.problem) {
         return Err(too_large());
     }
+    let method = task.for_choice(|task| first_of(gpu, task))?;
+    if !method.computes(task) {
+        return Err(too_many_images(task));
+    }
+    method.prepare(gpu, task)
+}
+
+/// The first method of the task's algorithm that computes it on `gpu`.
+fn first_of(gpu: &Gpu, task: &Task<'_>) -> Result<&'static dyn Method> {
     let algorithm = task.algorithm();
     let mut missing = None;
     for method in methods_of(algorithm).filter(|method| method.computes(task)) {
-        match method.runs_on(gpu, task) {
-            Ok(()) => return method.prepare(gpu, task),
+        match check(method, gpu, task) {
+            Ok(()) => return Ok(method),
             Err(error) => missing = Some(error),
         }
     }
@@ -130,7 +138,7 @@ pub(crate) fn parameters(algorithm: Conv2dAlgorithm) -> String {
     if all.is_empty() { "no parameters".into() } else { all.join(" and ") }
 }
 
-/// True if all numbers that kernels count in 32 bits (positions, frames, channels, taps) are below 2^30. Elements are counted
+/// True if all numbers that kernels count in 32 bits (positions, channels, taps) are below 2^30. Elements are counted
 /// in 64 bits.
 fn fits_i32(p: &Problem) -> bool {
     const LIMIT: usize = 1 << 30;
@@ -138,7 +146,6 @@ fn fits_i32(p: &Problem) -> bool {
     let product = |sizes: &[usize]| {
         sizes.iter().try_fold(1usize, |a, &b| a.checked_mul(b)).is_some_and(|s| s < LIMIT)
     };
-    let Frames { t, kt, stride, padding, dilation, .. } = p.frames;
     p.padding.iter().all(|&x| x < LIMIT)
         && padded(p.h, p.padding[0])
         && padded(p.w, p.padding[1])
@@ -146,16 +153,22 @@ fn fits_i32(p: &Problem) -> bool {
         && p.n < LIMIT
         && product(&[p.h, p.w])
         && product(&[p.oh, p.ow])
-        && padded(t, padding)
-        && stride.max(dilation) < LIMIT
-        && product(&[p.c, kt, p.r, p.s])
-        && product(&[p.k, kt, p.r, p.s])
+        && product(&[p.c, p.r, p.s])
+        && product(&[p.k, p.r, p.s])
 }
 
 pub(super) fn too_large() -> Error {
     Error::unsupported(
-        "a convolution with 2^30 or more pixels of an image, images, frames or filter taps on a GPU",
+        "a convolution with 2^30 or more pixels of an image, images or filter taps on a GPU",
         "kernels count them in 32 bits; split the batch or the image",
+    )
+}
+
+/// The error for a batch that the method for its images does not compute, though bits must not depend on the batch.
+pub(super) fn too_many_images(task: &Task<'_>) -> Error {
+    Error::unsupported(
+        format!("conv2d of {} images with batch_invariant by {}", task.problem.n, task.algorithm()),
+        "its kernels do not count so many elements; parts of the batch give the same bits",
     )
 }
 

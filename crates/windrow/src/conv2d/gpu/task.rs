@@ -1,10 +1,9 @@
 //! The description of a convolution that is given to methods.
 
 use super::chips::Chip;
-use crate::conv2d::frame_reads::FrameReads;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::Gpu;
-use crate::{Filter, PlanOptions, Tuning};
+use crate::{Filter, Layout, PlanOptions, TensorDesc, Tuning};
 
 /// A convolution on a GPU, with the algorithm and the options of its plan.
 #[derive(Clone, Copy, Debug)]
@@ -15,8 +14,6 @@ pub(crate) struct Task<'a> {
     /// The algorithm, and its parameters that are given.
     pub(super) configuration: Conv2dConfiguration,
     pub(super) options: PlanOptions,
-    /// The frames that images read, if they are those of a video.
-    pub(super) frames: Option<FrameReads>,
 }
 
 impl<'a> Task<'a> {
@@ -39,12 +36,7 @@ impl<'a> Task<'a> {
         options: &PlanOptions,
     ) -> Self {
         let configuration = Conv2dConfiguration::new(Conv2dAlgorithm::Im2colGemm);
-        Task { chip, spec, problem, configuration, options: *options, frames: None }
-    }
-
-    /// The same over the frames of a video, if any are given.
-    pub(crate) fn with_frames(self, frames: Option<FrameReads>) -> Self {
-        Task { frames, ..self }
+        Task { chip, spec, problem, configuration, options: *options }
     }
 
     /// The task on an H200 with default options.
@@ -63,12 +55,25 @@ impl<'a> Task<'a> {
         Task { configuration: *configuration, ..*self }
     }
 
+    /// Calls `f` with the task for which everything is chosen that changes bits. If the bits of an image must not
+    /// depend on the number of images, that task has a fixed number of them.
+    pub(super) fn for_choice<T>(&self, f: impl FnOnce(&Task<'_>) -> T) -> T {
+        if !self.options.batch_invariant {
+            return f(self);
+        }
+        let problem = self.problem.for_choice(true);
+        let [x, y] = [&self.spec.x, &self.spec.y].map(|desc| with_images(desc, problem.n));
+        let spec = Conv2dSpec { x, y, ..self.spec.clone() };
+        f(&Task { spec: &spec, problem: &problem, ..*self })
+    }
+
     /// A task for the convolution of a gradient, on the same GPU. Its filter is packed on each run.
     pub(super) fn gradient<'b>(&self, spec: &'b Conv2dSpec, problem: &'b Problem) -> Task<'b> {
-        let options =
-            PlanOptions::default().with_tuning(Tuning::Model).with_filter(Filter::Changing);
-        let (chip, configuration) = (self.chip, self.configuration);
-        Task { chip, spec, problem, configuration, options, frames: None }
+        let options = PlanOptions::default()
+            .with_tuning(Tuning::Model)
+            .with_filter(Filter::Changing)
+            .with_batch_invariant(self.options.batch_invariant);
+        Task { chip: self.chip, spec, problem, configuration: self.configuration, options }
     }
 
     pub(super) fn algorithm(&self) -> Conv2dAlgorithm {
@@ -80,5 +85,78 @@ impl<'a> Task<'a> {
     pub(super) fn is_few(&self) -> bool {
         let p = self.problem;
         p.c_group() < 8 || p.k_group() * p.r * p.s < 8
+    }
+}
+
+/// The tensor [n, c, h, w] with another number of images. The stride of a single image may be any number, so at least
+/// the image's extent counts.
+fn with_images(desc: &TensorDesc, n: usize) -> TensorDesc {
+    let (&[images, c, h, w], &[image, s_c, s_h, s_w]) = (desc.shape(), desc.strides()) else {
+        return *desc;
+    };
+    let strided = |n, stride| Layout::strided(&[n, c, h, w], &[stride, s_c, s_h, s_w]);
+    let extent = strided(1, 0).ok().and_then(|image| image.extent());
+    let least = extent.map_or(0, |(first, last)| last - first + 1);
+    let stride = if images == 1 { image.max(least) } else { image };
+    strided(n, stride).map_or(*desc, |layout| TensorDesc { layout, ..*desc })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::choice::choose;
+    use super::super::methods;
+    use super::*;
+    use crate::conv2d::Conv2dParams;
+    use crate::{Accuracy, DType};
+    use Conv2dAlgorithm::{Direct, Im2colGemm, ImplicitGemm, WinogradRow};
+
+    /// The algorithm with its parameters that is chosen for an image tensor.
+    fn chosen(x: TensorDesc, w: &[usize], accuracy: Accuracy) -> Conv2dConfiguration {
+        let w = TensorDesc::contiguous(x.dtype, w).unwrap();
+        let params = Conv2dParams { accuracy, padding: [1, 1], ..Default::default() };
+        let spec = Conv2dSpec::new(x, w, &params).unwrap();
+        let problem = spec.problem().unwrap();
+        let mut task = Task::on_h200(&spec, &problem);
+        task.options.batch_invariant = true;
+        let own = [Direct, Im2colGemm, ImplicitGemm, WinogradRow];
+        let algorithm = task.for_choice(|task| choose(task, &own));
+        methods::complete(&task.by(algorithm))
+    }
+
+    #[test]
+    fn the_number_of_images_does_not_choose() {
+        for (dtype, accuracy) in [
+            (DType::F32, Accuracy::Fp32),
+            (DType::F32, Accuracy::Tf32),
+            (DType::F16, Accuracy::Half),
+            (DType::BF16, Accuracy::Fp32),
+        ] {
+            for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
+                for (c, size, w) in [
+                    (64, 56, [64, 64, 3, 3]),
+                    (512, 7, [512, 512, 3, 3]),
+                    (256, 14, [1024, 256, 1, 1]),
+                    (2048, 3, [64, 2048, 1, 1]),
+                    (32, 20, [64, 32, 5, 5]),
+                ] {
+                    let of = |n| TensorDesc {
+                        dtype,
+                        layout: Layout::with_order(&[n, c, size, size], &order).unwrap(),
+                    };
+                    let want = chosen(of(8), &w, accuracy);
+                    for n in [1, 2, 7, 64, 256] {
+                        assert_eq!(chosen(of(n), &w, accuracy), want, "{n} {dtype} {w:?}");
+                    }
+                    // A single image that has got its dimension in another way.
+                    let one = of(1);
+                    let mut strides = [0; 4];
+                    strides.copy_from_slice(one.strides());
+                    strides[0] = strides[1];
+                    let layout = Layout::strided(one.shape(), &strides).unwrap();
+                    let one = TensorDesc { layout, ..one };
+                    assert_eq!(chosen(one, &w, accuracy), want, "{dtype} {w:?}");
+                }
+            }
+        }
     }
 }

@@ -20,9 +20,11 @@ pub(in crate::gelu) fn forward(
     isa: Isa,
     threads: usize,
     spec: &GeluSpec,
+    batch_invariant: bool,
     args: &GeluArgs<'_>,
     y: TensorMut<'_>,
 ) {
+    let limit = table::limit(batch_invariant);
     let zero = [0; MAX_RANK];
     let shape = spec.x.shape();
     let zero = &zero[..shape.len()];
@@ -37,8 +39,8 @@ pub(in crate::gelu) fn forward(
         ],
     );
     with_element!(spec.x.dtype, T => match spec.approximate {
-        Approximate::None => run::<T, false>(isa, threads, &nest, args, y),
-        Approximate::Tanh => run::<T, true>(isa, threads, &nest, args, y),
+        Approximate::None => run::<T, false>(isa, threads, &nest, limit, args, y),
+        Approximate::Tanh => run::<T, true>(isa, threads, &nest, limit, args, y),
     })
 }
 
@@ -46,6 +48,7 @@ fn run<T: SimdElement, const TANH: bool>(
     isa: Isa,
     threads: usize,
     nest: &Nest<4>,
+    limit: f32,
     args: &GeluArgs<'_>,
     mut y: TensorMut<'_>,
 ) {
@@ -59,6 +62,7 @@ fn run<T: SimdElement, const TANH: bool>(
     parallel_for(threads, len.div_ceil(task.max(1)), |i| {
         let kernel = Forward::<T, TANH> {
             nest,
+            limit,
             tail: Tail::of::<T>(if TANH { Approximate::Tanh } else { Approximate::None }),
             x: args.x.as_ptr().cast(),
             bias: Bias::of(args.bias.as_ref()),
@@ -75,6 +79,8 @@ fn run<T: SimdElement, const TANH: bool>(
 /// The elements `begin..end` of a nest over (y, x, gate, bias).
 struct Forward<'a, T, const TANH: bool> {
     nest: &'a Nest<4>,
+    /// As [`table::limit`] gives it.
+    limit: f32,
     tail: &'static Tail,
     x: *const T,
     bias: Bias<T>,
@@ -115,6 +121,7 @@ impl<T: SimdElement, const TANH: bool> Kernel for Forward<'_, T, TANH> {
                         gather(self.gate.offset(at(gate, gate_stride)), gate_stride, n, &mut gates)
                     };
                     let row = Row::<T, TANH> {
+                        limit: self.limit,
                         x: gather(self.x.offset(at(x, x_stride)), x_stride, n, &mut xs),
                         bias: self.bias.block(at(bias, bias_stride), bias_stride, n, &mut biases),
                         gate,
@@ -137,6 +144,7 @@ impl<T: SimdElement, const TANH: bool> Kernel for Forward<'_, T, TANH> {
 
 /// Contiguous elements.
 struct Row<T, const TANH: bool> {
+    limit: f32,
     x: *const T,
     bias: Bias<T>,
     gate: *const T,
@@ -192,7 +200,7 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         unsafe {
             let x = self.bias.add2(s, T::load2(s, self.x.add(i)), i);
             let mut y = x;
-            if table::beyond(s, x) {
+            if table::beyond(s, self.limit, x) {
                 // Otherwise the registers that it needs would push the tables out.
                 crate::cpu::seldom();
                 for y in &mut y {
@@ -235,7 +243,7 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         // SAFETY: passed on.
         unsafe {
             let x = self.bias.add(s, load(s, self.x.add(i), n), i, n);
-            let mut y = if table::beyond(s, [x]) {
+            let mut y = if table::beyond(s, self.limit, [x]) {
                 crate::cpu::seldom();
                 table::exponentials::<S, TANH>(s, x)
             } else {

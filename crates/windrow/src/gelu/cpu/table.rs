@@ -17,6 +17,13 @@ const WIDTH: f64 = 0.125;
 /// The largest argument of the table. It is below the end of the last piece, 31.5 / 8, so that rounding cannot exceed
 /// it.
 const LIMIT: f32 = 3.937;
+
+/// The largest argument for which the table is used. If the bits of an element must not depend on the others in its
+/// vector, it is used for none.
+pub(super) fn limit(batch_invariant: bool) -> f32 {
+    if batch_invariant { -1.0 } else { LIMIT }
+}
+
 /// Adding this rounds to a multiple of [`WIDTH`] and leaves the number of the piece in the low bits.
 const MAGIC: f32 = 1_572_864.0;
 /// The number of coefficients for f32 (relative error 4e-8), and for f16 and bf16 (5e-5).
@@ -80,12 +87,13 @@ fn interpolate(f: impl Fn(f64) -> f64, terms: usize) -> Vec<f64> {
     coefficients
 }
 
-/// True if an element is NaN or needs the exponentials, or if the instruction set has no lookups.
+/// True if an element is NaN or larger than `limit`, or if the instruction set has no lookups: then exponentials are
+/// needed.
 #[inline(always)]
-pub(super) fn beyond<S: Simd, const N: usize>(s: S, x: [S::F32; N]) -> bool {
-    let mut beyond = s.not_le(s.abs(x[0]), s.splat(LIMIT));
+pub(super) fn beyond<S: Simd, const N: usize>(s: S, limit: f32, x: [S::F32; N]) -> bool {
+    let mut beyond = s.not_le(s.abs(x[0]), s.splat(limit));
     for &x in &x[1..] {
-        beyond = s.or_mask(beyond, s.not_le(s.abs(x), s.splat(LIMIT)));
+        beyond = s.or_mask(beyond, s.not_le(s.abs(x), s.splat(limit)));
     }
     !S::FAST_LOOKUP || s.any(beyond)
 }

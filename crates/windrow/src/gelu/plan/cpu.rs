@@ -57,7 +57,8 @@ impl Cpu {
         y: &mut TensorMut<'_>,
         _: &mut Workspace,
     ) -> Result<()> {
-        cpu::forward(self.isa, self.threads, &plan.spec, args, y.reborrow());
+        let batch_invariant = plan.options.batch_invariant;
+        cpu::forward(self.isa, self.threads, &plan.spec, batch_invariant, args, y.reborrow());
         Ok(())
     }
 

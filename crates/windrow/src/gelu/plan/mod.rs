@@ -37,8 +37,6 @@ pub struct Gelu;
 
 impl Operator for Gelu {
     const NAME: &'static str = "gelu";
-    /// If one element of a vector needs exponentials, all are computed with them.
-    const HAS_BATCH_INVARIANT: bool = false;
     inputs!(GeluSpec, GeluArgs: x; ? bias, gate);
     type Spec = GeluSpec;
     type Problem = ();

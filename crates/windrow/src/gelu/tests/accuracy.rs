@@ -20,7 +20,7 @@ fn all_inputs<T: Element>(from_bits: fn(u16) -> T, to_bits: fn(T) -> u16) {
         let args = GeluArgs { x: TensorRef::new(&x, &[x.len()]).unwrap(), bias: None, gate: None };
         for isa in Isa::available() {
             let mut y = vec![T::default(); x.len()];
-            cpu::forward(isa, 1, &spec, &args, TensorMut::new(&mut y, &[x.len()]).unwrap());
+            cpu::forward(isa, 1, &spec, false, &args, TensorMut::new(&mut y, &[x.len()]).unwrap());
             let mut off = 0;
             for (&x, &y) in x.iter().zip(&y) {
                 let want = T::from_f64(spec.activation().apply_f64(x.to_f64()));
@@ -63,7 +63,7 @@ fn worst_error(isa: Isa, approximate: Approximate, x: &[f32]) -> (f64, f32) {
     let spec = GeluSpec::new(contiguous(&shape), approximate).unwrap();
     let args = GeluArgs { x: TensorRef::new(x, &shape).unwrap(), bias: None, gate: None };
     let mut y = vec![0f32; x.len()];
-    cpu::forward(isa, 1, &spec, &args, TensorMut::new(&mut y, &shape).unwrap());
+    cpu::forward(isa, 1, &spec, false, &args, TensorMut::new(&mut y, &shape).unwrap());
     let mut worst = (0.0, 0.0);
     for (&x, &y) in x.iter().zip(&y) {
         let want = spec.activation().apply_f64(f64::from(x));

@@ -35,16 +35,6 @@ fn wrong_specs_are_refused() {
     assert!(GeluSpec::new(broadcast, Approximate::None).unwrap().y.layout.is_contiguous());
 }
 
-/// The other elements of a vector decide how an element is computed.
-#[test]
-fn batch_invariance_is_refused() {
-    let spec = GeluSpec::new(contiguous(&[2, 3]), Approximate::None).unwrap();
-    let options = PlanOptions::default().with_batch_invariant(true);
-    let error = GeluPlan::new(&spec, &options).unwrap_err();
-    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-    assert!(error.to_string().contains("batch_invariant"), "{error}");
-}
-
 #[test]
 fn wrong_views_are_refused() {
     let x = [0f32; 12];

@@ -2,6 +2,7 @@
 
 mod accuracy;
 mod errors;
+mod invariance;
 
 use super::*;
 use crate::cpu::Isa;
@@ -138,7 +139,7 @@ fn check_with_bias<T: Element, B: Element>(p: &Problem) {
     };
     for isa in Isa::available() {
         let around = y.data.clone();
-        cpu::forward(isa, p.threads, &spec, &args, y.as_mut());
+        cpu::forward(isa, p.threads, &spec, false, &args, y.as_mut());
         right(&expected, &y.as_ref());
         unchanged_between(&around, &y);
 

@@ -92,6 +92,12 @@ __device__ __forceinline__ unsigned floats_to_f16x2(float low, float high) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(b) : "f"(high));
     return a | (unsigned)b << 16;
 #else
+#ifdef __HIP__
+    // Else the compiler may round a product and convert it in one instruction, which loses the sign of zero in some
+    // kernels and not in others.
+    asm("" : "+v"(low));
+    asm("" : "+v"(high));
+#endif
     return __builtin_bit_cast(unsigned short, (_Float16)low) |
            (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
 #endif

@@ -101,7 +101,7 @@ class _Frozen:
         before = [node for node in graph.nodes if node.op == "placeholder"]
         self.check = check = Check.of(module, static, options, decompositions is not None)
         fold_padding(graph)
-        to_channels_last(module, is_by_kernels=decompositions is None)
+        to_channels_last(module, decompositions is None, is_batch_invariant(options.accuracy))
         self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)
         if decompositions is None:
             linear_to_convolutions(graph, constants, options.accuracy)

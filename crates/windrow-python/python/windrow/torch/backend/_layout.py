@@ -12,17 +12,18 @@ _aten = torch.ops.aten
 _SEEING = ("as_strided", "empty_strided", "view_as", "set_", "resize", "_reshape_alias")
 
 
-def to_channels_last(module: fx.GraphModule, is_by_kernels: bool) -> None:
+def to_channels_last(module: fx.GraphModule, is_by_kernels: bool, batch_invariant: bool = False) -> None:
     """Converts images to channels-last at the graph's inputs, and results back at its outputs, if that pays and no
     operator depends on strides.
 
     `is_by_kernels`: PyTorch's kernels compute the rest. Their results may have other strides than the tracer says: on
     the CPU `native_group_norm` gives channels-last for channels-last.
+    `batch_invariant`: the number of images must not decide.
     """
     graph = module.graph
     of_images = [conv for conv in convolutions(graph) if conv.is_of_images]
     images = {conv.x for conv in of_images if conv.x.op == "placeholder"}
-    if not images or not _pays(of_images) or any(sees_strides(node) for node in graph.nodes):
+    if not images or not _pays(of_images, batch_invariant) or any(sees_strides(node) for node in graph.nodes):
         return
     (output,) = (node for node in graph.nodes if node.op == "output")
     results = {node: value(node).stride() for node in output.all_input_nodes if isinstance(value(node), Tensor)}
@@ -55,14 +56,15 @@ def to_channels_last(module: fx.GraphModule, is_by_kernels: bool) -> None:
 _IMAGES_ON_CUDA = 8
 
 
-def _pays(of_images: list[Convolution]) -> bool:
+def _pays(of_images: list[Convolution], batch_invariant: bool) -> bool:
     """True if channels-last is faster. On the CPU it is faster for Windrow's convolutions and PyTorch's pooling, but not
     for bf16 with 1x1 filters. A graph with depthwise filters consists mostly of 1x1 filters."""
     filters = [(value(conv.weight), conv.groups) for conv in of_images]
     first = value(of_images[0].x)
     if all(weight.is_cuda for weight, _ in filters):
         # A graph compiled for any number of images must not depend on the number.
-        return first.dtype != torch.float32 or not isinstance(first.shape[0], int) or first.shape[0] >= _IMAGES_ON_CUDA
+        is_fixed = isinstance(first.shape[0], int) and not batch_invariant
+        return first.dtype != torch.float32 or not is_fixed or first.shape[0] >= _IMAGES_ON_CUDA
     if not all(weight.is_cpu for weight, _ in filters):
         return False
     return all(weight.dtype != torch.bfloat16 or weight.shape[1] > 1 or groups == 1 for weight, groups in filters)

@@ -54,11 +54,9 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
         float out[VECTOR];
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) {
-            float sum = bias;
-#pragma unroll
-            for (int j = 0; j <= HALO; j++) {
-                sum = fmaf(weight[HALO - j][0], seen(window[HALO + i - j], mask[i], j), sum);
-            }
+            float sum = sum_taps<WIDTH>(
+                bias, WIDTH, [&](int k) { return weight[k][0]; },
+                [&](int k) { return seen(window[i + k], mask[i], HALO - k); });
             out[i] = MASK && mask[i] & 0x8000 ? 0.0f : finish(sum);
         }
         store_vector(y, start, length, out);

@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_tiles(const S *inputs, const unsigned (
 }
 #endif
 
-// N taps, the latest first, on the quads before and at the positions of `sum`.
+// N taps, the earliest first, on the quads before and at the positions of `sum`.
 template <int N>
 __device__ __forceinline__ void add(const float *weight, const Quad (&before)[TILES], const Quad (&at)[TILES],
                                     float (&sum)[TILES][4]) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void add(const float *weight, const Quad (&before)[TI
 #pragma unroll
         for (int i = 0; i < 4; i++) in[i] = before[tile].get(i), in[4 + i] = at[tile].get(i);
 #pragma unroll
-        for (int j = 0; j < N; j++) {
+        for (int j = N - 1; j >= 0; j--) {
 #pragma unroll
             for (int i = 0; i < 4; i++) sum[tile][i] = fmaf(w[j], in[4 + i - j], sum[tile][i]);
         }
@@ -176,19 +176,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
         wild_before = wild;
 #else
         Quad at[TILES], before[TILES];
-        const S *quad = inputs + PAD + 4 * lane;
-        quads(quad, at);
         constexpr int WHOLE = TAPS / 4, REST = TAPS % 4;
-#pragma unroll(WHOLE <= 4 ? 4 : 2)
-        for (int k = 0; k < WHOLE; k++) {
-            quads(quad - 4 * k - 4, before);
-            add<4>(weights + 4 * k, before, at, sum);
-#pragma unroll
-            for (int i = 0; i < TILES; i++) at[i] = before[i];
-        }
+        const S *quad = inputs + PAD + 4 * lane - 4 * WHOLE;
+        quads(quad, at);
         if constexpr (REST > 0) {
-            quads(quad - 4 * WHOLE - 4, before);
+            quads(quad - 4, before);
             add<REST>(weights + 4 * WHOLE, before, at, sum);
+        }
+#pragma unroll(WHOLE <= 4 ? 4 : 2)
+        for (int k = WHOLE - 1; k >= 0; k--) {
+#pragma unroll
+            for (int i = 0; i < TILES; i++) before[i] = at[i];
+            quads(quad + 4 * (WHOLE - k), at);
+            add<4>(weights + 4 * k, before, at, sum);
         }
 #endif
         bool whole = from <= 0 && to >= SPAN;

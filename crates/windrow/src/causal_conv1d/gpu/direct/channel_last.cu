@@ -21,13 +21,9 @@ struct Walk {
         in.unpack(now);
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) {
-            float sum = fmaf(weight[HALO][i], now[i], bias[i]);
-#pragma unroll
-            for (int j = 1; j <= HALO; j++) {
-                float v = window[HALO - j][i];
-                if (MASK) v = mask >> (j - 1) & 1 ? v : 0.0f;
-                sum = fmaf(weight[HALO - j][i], v, sum);
-            }
+            float sum = sum_taps<WIDTH>(
+                bias[i], WIDTH, [&](int k) { return weight[k][i]; },
+                [&](int k) { return k == HALO ? now[i] : seen(window[k][i], mask, HALO - k); });
             out[i] = MASK && mask & 0x8000 ? 0.0f : finish(sum);
 #pragma unroll
             for (int j = 0; j + 1 < HALO; j++) window[j][i] = window[j + 1][i];

@@ -67,11 +67,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
             v.unpack(now);
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
-                float sum = fmaf(weight[HALO][i], now[i], bias[i]);
-#pragma unroll
-                for (int j = 1; j <= HALO; j++) {
-                    sum = fmaf(weight[HALO - j][i], window[HALO - j][i], sum);
-                }
+                float sum = sum_taps<WIDTH>(
+                    bias[i], WIDTH, [&](int k) { return weight[k][i]; },
+                    [&](int k) { return k == HALO ? now[i] : window[k][i]; });
                 out[i] = finish(sum);
 #pragma unroll
                 for (int j = 0; j + 1 < HALO; j++) window[j][i] = window[j + 1][i];

@@ -45,13 +45,9 @@ extern "C" __global__ void BOUNDS KERNEL(const Params p) {
         float out[VECTOR];
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) {
-            float sum = fmaf(weight[HALO][i], in[HALO + r].get(i), bias[i]);
-#pragma unroll
-            for (int j = 1; j <= HALO; j++) {
-                float v = in[HALO + r - j].get(i);
-                if (MASK) v = mask >> (j - 1) & 1 ? v : 0.0f;
-                sum = fmaf(weight[HALO - j][i], v, sum);
-            }
+            float sum = sum_taps<WIDTH>(
+                bias[i], WIDTH, [&](int k) { return weight[k][i]; },
+                [&](int k) { return seen(in[r + k].get(i), mask, HALO - k); });
             out[i] = MASK && mask & 0x8000 ? 0.0f : finish(sum);
         }
         Vector v;

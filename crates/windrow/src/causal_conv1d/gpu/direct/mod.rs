@@ -7,7 +7,7 @@ mod taps;
 use self::form::Form;
 use super::shared::{MASK, Params, kernel_spec, plain_launch, rows_launch, source, states_kernel};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
-use crate::gpu::{Gpu, Kernel, KernelSpec, Kernels};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Kernels};
 use crate::{Device, Result, Workspace};
 
 source!(PLAIN, "plain.cu");
@@ -38,9 +38,18 @@ fn mask_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
 }
 
 impl Direct {
-    pub(crate) fn new(device: Device, spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
+    /// The plan's kernels. With `batch_invariant` no kernel uses tensor cores, which add in another order than those of
+    /// single tokens.
+    pub(crate) fn new(
+        device: Device,
+        spec: &CausalConv1dSpec,
+        problem: &Problem,
+        batch_invariant: bool,
+    ) -> Result<Self> {
         let gpu = Gpu::get(device)?;
-        let form = Form::of(spec, problem, |feature| gpu.has(feature));
+        let form = Form::of(spec, problem, |feature| {
+            gpu.has(feature) && !(batch_invariant && feature == Feature::MatrixProducts)
+        });
         let load = |kernel: Option<KernelSpec>| kernel.map(|k| gpu.kernel(&k)).transpose();
         let params = Params::of(spec, problem)?;
         Ok(Direct {

@@ -143,12 +143,10 @@ __device__ __forceinline__ float final_gradient(const Params &p, const Sequence 
 // Sum and bias of y[row, d, t], with every option.
 __device__ __forceinline__ float before_activation(const Params &p, const Sequence &s, i64 d, i64 t,
                                                    int own) {
-    float sum = bias_at(p, d);
-    i64 width = width_of(p);
-    for (i64 k = 0; k < width; k++) {
-        sum = fmaf(weight_at(p, d, k), input_at(p, s, d, t - (width - 1 - k), own), sum);
-    }
-    return sum;
+    i64 first = t - (width_of(p) - 1);
+    return sum_taps<WIDTH>(
+        bias_at(p, d), p.width, [&](i64 k) { return weight_at(p, d, k); },
+        [&](i64 k) { return input_at(p, s, d, first + k, own); });
 }
 
 // dy times the derivative of the activation, with every option.
@@ -178,3 +176,10 @@ template <class F> __device__ __forceinline__ void for_each_output(const Params 
         }
     }
 }
+
+#ifdef MASK
+// The value j positions away, or 0 if a position with this mask does not depend on it. Its own value always counts.
+__device__ __forceinline__ float seen(float value, unsigned mask, int j) {
+    return !MASK || j == 0 || mask >> (j - 1) & 1 ? value : 0.0f;
+}
+#endif

@@ -105,6 +105,22 @@ template <class P> __device__ __forceinline__ float bias_at(const P &p, i64 d) {
 #endif
 }
 
+// The sum of a token: the bias, then N taps (or `taps` if N is 0), the oldest first. All kernels of y add in this order,
+// except the products on tensor cores. So a token has the same bits in whole sequences, chunks, steps and drafts.
+// `weight` and `input` are functions of a tap.
+template <int N, class Weight, class Input>
+__device__ __forceinline__ float sum_taps(float bias, i64 taps, Weight weight, Input input) {
+    float sum = bias;
+    if constexpr (N > 0) {
+#pragma unroll
+        for (int k = 0; k < N; k++) sum = fmaf(weight(k), input(k), sum);
+    } else {
+#pragma unroll 1
+        for (i64 k = 0; k < taps; k++) sum = fmaf(weight(k), input(k), sum);
+    }
+    return sum;
+}
+
 #if WIDTH
 // The weights of N channels from d on.
 template <int N, class P>

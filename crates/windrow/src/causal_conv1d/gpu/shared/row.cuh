@@ -46,8 +46,3 @@ __device__ __forceinline__ void load_mask(const Params &p, i64 b, int start, uns
         mask[i] = t >= 0 && t < (int)p.length ? p.mask[b * p.length + t] : 0;
     }
 }
-
-// The value j positions away, or 0 if a position with this mask does not depend on it. Its own value always counts.
-__device__ __forceinline__ float seen(float value, unsigned mask, int j) {
-    return !MASK || j == 0 || mask >> (j - 1) & 1 ? value : 0.0f;
-}

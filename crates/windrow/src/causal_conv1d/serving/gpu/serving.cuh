@@ -333,16 +333,15 @@ struct Taps {
         float out[VECTOR];
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) {
-            float sum = bias[i];
-#pragma unroll UNROLL
-            for (int k = 0; k < TAPS; k++) {
+            const auto tap = [&](int k) {
 #if WIDTH
-                float w = weight[k][i];
+                return weight[k][i];
 #else
-                float w = weight_at(p, d + i, k);
+                return weight_at(p, d + i, k);
 #endif
-                sum = fmaf(w, k < HALO ? window[k].get(i) : token.get(i), sum);
-            }
+            };
+            float sum = sum_taps<WIDTH>(
+                bias[i], TAPS, tap, [&](int k) { return k < HALO ? window[k].get(i) : token.get(i); });
             out[i] = activate<ACT, true>(sum);
         }
         Vector v = {};

@@ -137,9 +137,12 @@ impl Method for CudnnMethod {
     fn computes(&self, task: &Task<'_>) -> bool {
         let Task { spec, problem: p, .. } = task;
         let sizes = [p.n * p.c * p.h * p.w, p.n * p.k * p.oh * p.ow, p.k * p.taps()];
-        task.frames.is_none()
-            && channels_last(spec).is_some()
-            && sizes.iter().all(|&size| size > 0 && size < 1 << 31)
+        channels_last(spec).is_some() && sizes.iter().all(|&size| size > 0 && size < 1 << 31)
+    }
+
+    /// The library chooses kernels by the number of images.
+    fn is_batch_invariant(&self) -> bool {
+        false
     }
 
     fn runs_on(&self, gpu: &Gpu, _task: &Task<'_>) -> Result<()> {

@@ -150,11 +150,15 @@ impl ImplicitDataMethod {
 
 impl GradientMethod<dyn DataGradient> for ImplicitDataMethod {
     fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
-        let im2col = || methods::micros(&task.by(Conv2dAlgorithm::Im2colGemm));
-        let taken =
-            Self::leads(gpu, task) || !task.is_few() && ImplicitData::micros(gpu, task) < im2col();
-        match taken {
-            true => Ok(Some(Box::new(ImplicitData::new(gpu, task)?))),
+        let taken = |task: &Task<'_>| {
+            let im2col = || methods::micros(&task.by(Conv2dAlgorithm::Im2colGemm));
+            Self::leads(gpu, task) || !task.is_few() && ImplicitData::micros(gpu, task) < im2col()
+        };
+        match task.for_choice(taken) {
+            true if ImplicitData::micros(gpu, task).is_finite() => {
+                Ok(Some(Box::new(ImplicitData::new(gpu, task)?)))
+            }
+            true => Err(methods::too_many_images(task)),
             false => Ok(None),
         }
     }

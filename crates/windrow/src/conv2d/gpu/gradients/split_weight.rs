@@ -191,7 +191,7 @@ impl Operand {
 }
 
 /// The method [`SplitWeight`], if the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`], or if Winograd's algorithm
-/// does not compute the gradient and cuDNN's is expected to be slower.
+/// does not compute the gradient and cuDNN's is expected to be slower or is no candidate.
 pub(super) struct SplitWeightMethod;
 
 impl GradientMethod<dyn WeightGradient> for SplitWeightMethod {
@@ -212,7 +212,8 @@ impl GradientMethod<dyn WeightGradient> for SplitWeightMethod {
         let asked = task.algorithm() == Conv2dAlgorithm::ImplicitGemm;
         let ahead = || {
             !WinogradWeight::suits(gpu, task)
-                && SplitWeight::micros(task) < 0.9 * cudnn_micros(task)
+                && (task.options.batch_invariant
+                    || SplitWeight::micros(task) < 0.9 * cudnn_micros(task))
         };
         if !SplitWeight::suits(gpu, task) || !asked && !ahead() {
             return Ok(None);

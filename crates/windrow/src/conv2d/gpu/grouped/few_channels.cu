@@ -3,7 +3,8 @@
 // neighbouring blocks of channels, then the next columns.
 //
 // Constants: those of groups.cuh, TILE_W 1; GROUP_C, GROUP_K: channels of a group; BLOCK_K, a multiple of 4; SLOTS, THREADS, a
-// multiple of it; VECTOR 1 or 4: input channels that are loaded as one; VECTOR_OUT 0 or 1: four output channels, and those
+// multiple of it; CHUNK 1 or 4: input channels that are summed together; VECTOR 1 or CHUNK: of them that are loaded as
+// one, so that an address does not change the order of sums; VECTOR_OUT 0 or 1: four output channels, and those
 // of the residual, are aligned as one; FILTER_LAST 0 or 1: the filter is [k, FILTER_H, FILTER_W, c] or [k, c, FILTER_H, FILTER_W].
 
 #include "groups.cuh"
@@ -43,21 +44,27 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
         const Element* from = x + (image * p.x_n + top * p.x_h + left * p.x_w);
         float sum[TILE_H][BLOCK_K] = {};
 #pragma unroll 1
-        for (int c = 0; c < GROUP_C; c += VECTOR, from += VECTOR * p.x_c) {
-            constexpr int UNROLLED = VECTOR > 1 ? 1 : FILTER_W;
+        for (int c = 0; c < GROUP_C; c += CHUNK, from += CHUNK * p.x_c) {
+            constexpr int UNROLLED = CHUNK > 1 ? 1 : FILTER_W;
 #pragma unroll UNROLLED
             for (int s = 0; s < FILTER_W; s++) {
                 const bool column_exists = static_cast<u32>(left + s * DILATION_W) < static_cast<u32>(p.w);
                 const Element* const column = from + s * DILATION_W * p.x_w;
-                float v[READ_H][VECTOR];
+                float v[READ_H][CHUNK];
 #pragma unroll
                 for (int i = 0; i < READ_H; i++) {
                     if (!is_read(i)) continue;
                     const bool row_exists = static_cast<u32>(top + i) < static_cast<u32>(p.h);
-                    load_channels(v[i], column + i * p.x_h, column_exists && row_exists);
+#pragma unroll
+                    for (int e = 0; e < CHUNK; e += VECTOR) {
+                        float loaded[VECTOR];
+                        load_channels(loaded, column + (i * p.x_h + e * p.x_c), column_exists && row_exists);
+#pragma unroll
+                        for (int l = 0; l < VECTOR; l++) v[i][e + l] = loaded[l];
+                    }
                 }
 #pragma unroll
-                for (int e = 0; e < VECTOR; e++) {
+                for (int e = 0; e < CHUNK; e++) {
 #pragma unroll
                     for (int r = 0; r < FILTER_H; r++) {
                         const auto* const taps = filters[(c + e) * TAPS + r * FILTER_W + s];

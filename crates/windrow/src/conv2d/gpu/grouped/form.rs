@@ -24,8 +24,17 @@ pub(super) enum Form {
     Channels { tile: [usize; 2], vector: usize, lanes: usize, blocks: usize },
     /// The threads of a block compute tiles of `planes` planes.
     Planes { tile: [usize; 2], block: [usize; 2], planes: usize, copied: [usize; 2] },
-    /// A thread computes the outputs of `rows` rows of a column, for `block` channels of a group.
-    Few { rows: usize, block: usize, slots: usize, vector: usize, out: bool, blocks: usize },
+    /// A thread computes the outputs of `rows` rows of a column, for `block` channels of a group. It sums `chunk` input
+    /// channels together, of which it loads `vector` as one.
+    Few {
+        rows: usize,
+        block: usize,
+        slots: usize,
+        chunk: usize,
+        vector: usize,
+        out: bool,
+        blocks: usize,
+    },
 }
 
 /// The sizes of a launch.
@@ -124,9 +133,9 @@ impl Form {
         let last = is_channels_last(&spec.x.layout) && is_channels_last(&spec.y.layout);
         let quads = |t: &TensorDesc, channels: usize| {
             let s = t.strides();
-            let whole = [s[0], s[2], s[3]].iter().all(|s| s % 4 == 0);
-            aligned && s[1] == 1 && whole && channels.is_multiple_of(4)
+            s[1] == 1 && s[2] % 4 == 0 && s[3] % 4 == 0 && channels.is_multiple_of(4)
         };
+        let vectors = |t: &TensorDesc| aligned && t.strides()[0] % 4 == 0;
         let block = p.k_group().next_multiple_of(4).min(BLOCK_K);
         let all = p.groups * p.k_group().div_ceil(block);
         let bytes = |slots: usize| slots * block * p.taps() * size_of::<f32>();
@@ -137,12 +146,13 @@ impl Form {
         let threads = |rows: usize| p.n * p.oh.div_ceil(rows) * p.ow * all;
         let most = if p.stride[0] == 1 { 7 } else { 4 };
         let rows = if threads(most) >= 2 * FEW_THREADS * multiprocessors { most } else { 2 };
-        let vector = if quads(&spec.x, p.c_group()) { 4 } else { 1 };
-        let out = quads(&spec.y, p.k_group());
+        let chunk = if quads(&spec.x, p.c_group()) { 4 } else { 1 };
+        let vector = if vectors(&spec.x) { chunk } else { 1 };
+        let out = vectors(&spec.y) && quads(&spec.y, p.k_group());
         let units = p.n * p.oh.div_ceil(rows) * p.ow;
         let most = (2 * BLOCKS * multiprocessors / all.div_ceil(slots)).max(1);
         let blocks = units.div_ceil(FEW_THREADS / slots).min(most);
-        Form::Few { rows, block, slots, vector, out, blocks }
+        Form::Few { rows, block, slots, chunk, vector, out, blocks }
     }
 
     pub(super) fn threads(self) -> usize {

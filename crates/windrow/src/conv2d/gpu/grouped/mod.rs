@@ -80,7 +80,6 @@ impl Method for GroupedMethod {
             [p.n, p.k, p.oh, p.ow].iter().fold(1usize, |all, &size| all.saturating_mul(size));
         let taps = if p.c_group() == 1 { MAX_TAPS } else { MAX_FEW_TAPS };
         p.groups > 1
-            && task.frames.is_none()
             && (1..=MAX_CHANNELS).contains(&p.c_group())
             && p.k > 0
             && p.r * p.s <= taps
@@ -231,12 +230,13 @@ fn kernel_spec(spec: &Conv2dSpec, p: &Problem, form: Form, aligned: bool) -> Ker
                 .define("VECTOR_OUT", i32::from(aligned && whole));
             (named, tile)
         }
-        Form::Few { rows, block, slots, vector, out, .. } => {
+        Form::Few { rows, block, slots, chunk, vector, out, .. } => {
             let named = kernel(&FEW, "few_channels", spec.x.dtype)
                 .define("GROUP_C", p.c_group())
                 .define("GROUP_K", p.k_group())
                 .define("BLOCK_K", block)
                 .define("SLOTS", slots)
+                .define("CHUNK", chunk)
                 .define("VECTOR", vector)
                 .define("VECTOR_OUT", i32::from(out))
                 .define("FILTER_LAST", i32::from(is_filter_last(spec, p)));

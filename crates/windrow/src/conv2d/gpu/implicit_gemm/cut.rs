@@ -1,7 +1,7 @@
 //! The division of the matrix product of [`ImplicitGemm`](super::ImplicitGemm) into blocks (tile size and split-K), the
 //! way in which blocks gather x, and the cost model.
 
-use crate::conv2d::gpu::chips::{Chip, ImplicitGemm};
+use crate::conv2d::gpu::chips::ImplicitGemm;
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
@@ -59,18 +59,23 @@ impl Cut {
     /// The division with the least expected time among those with the given parameters, and that time in microseconds;
     /// `None` if no kernel has these parameters.
     pub(super) fn choose(task: &Task<'_>) -> Option<(Self, f64)> {
-        let Task { chip, spec, problem: p, configuration: given, .. } = *task;
+        let given = task.configuration;
         let fits = |given: Option<usize>, value| given.is_none_or(|given| given == value);
-        Cut::all(spec, p)
-            .filter(|cut| fits(given.block, cut.block) && fits(given.parts, cut.parts))
-            .map(|cut| (cut, cut.micros(chip, spec, p)))
-            .min_by(|(_, a), (_, b)| a.total_cmp(b))
+        let (best, micros) = task.for_choice(|task| {
+            Cut::all(task.spec, task.problem)
+                .filter(|cut| fits(given.block, cut.block) && fits(given.parts, cut.parts))
+                .map(|cut| (cut, cut.micros(task)))
+                .min_by(|(_, a), (_, b)| a.total_cmp(b))
+        })?;
+        let is_best = |cut: &Cut| (cut.block, cut.parts) == (best.block, best.parts);
+        Cut::all(task.spec, task.problem).find(is_best).map(|cut| (cut, micros))
     }
 
     /// The expected microseconds: a launch, and rounds of tiles with this number of steps.
-    fn micros(&self, chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
+    fn micros(&self, task: &Task<'_>) -> f64 {
+        let Task { chip, spec, problem: p, .. } = *task;
         let rates = &chip.rates.implicit_gemm;
-        let tiles = (p.n * p.oh * p.ow).div_ceil(self.pixels) * self.k_blocks(p);
+        let tiles = (p.n * image_pixels(task)).div_ceil(self.pixels) * self.k_blocks(p);
         let together = self.resident() == 2 && tiles > chip.multiprocessors as usize;
         let wide = usize::from(self.block != 64);
         let (step, tile) = match gather(spec, p, *self, true) {
@@ -190,6 +195,17 @@ impl Cut {
                 tiles.min(self.resident() * clusters(multiprocessors, self.parts)) * self.parts
             }
         }
+    }
+}
+
+/// Pixels of y that an image takes in the product. In f32 the 16 pixels of a warp have a common scale. If the bits of an
+/// image must not depend on other images, these pixels are of one image: the last ones fill up a warp.
+pub(super) fn image_pixels(task: &Task<'_>) -> usize {
+    const SCALED: usize = 16;
+    let pixels = task.problem.oh.saturating_mul(task.problem.ow);
+    match task.options.batch_invariant && !is_half(task.spec.x.dtype) {
+        true => pixels.next_multiple_of(SCALED),
+        false => pixels,
     }
 }
 

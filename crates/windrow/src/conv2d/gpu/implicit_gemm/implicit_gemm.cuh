@@ -28,19 +28,25 @@ struct Params : ConvShape {         // offsets within x fit 31 bits
     TensorMap map;                  // GATHER MAP: of x
     const unsigned char* filter;    // [k block, step, W_BYTES]
     const float* filter_inverse;    // f32: [k], undoes the scale of the filter but for 2^FILTER_EXPONENT
-    int pixels;                     // n * oh * ow
+    int pixels;                     // n * image_pixels
     int r;
     int group_c;                    // input channels of a group
     int unit_k;                     // output channels of a unit: groups that a block computes together, or one group
     int steps;                      // ceil(c * r * s / 64)
     int tiles;                      // of BLOCK_M pixels and BLOCK_K channels
-    Divisor image_pixels;           // oh * ow
+    Divisor image_pixels;           // oh * ow; or more, to fill up warps or blocks
     Divisor ow_by;
     Divisor k_blocks, unit_blocks;  // of y, of a unit
     Divisor group_k;                // output channels of a group
     Divisor c, s;                   // input channels of a unit, columns of the filter
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
+
+// True if a pixel exists; others fill up warps or blocks.
+__device__ __forceinline__ bool has_pixel(const Params& p, int pixel) {
+    const int image = p.image_pixels.divide(pixel);
+    return pixel < p.pixels && pixel - image * static_cast<int>(p.image_pixels.value) < p.oh * p.ow;
+}
 
 // A term of the sums: an input channel and a tap, channels first.
 struct Term {
@@ -118,7 +124,7 @@ __device__ __forceinline__ void prefetch_residual(const Params& p, int pixel0, c
     for (int i = thread + THREADS * rank_in_cluster(); i < LINES * ROWS; i += THREADS * SPLIT) {
         const int row = i / LINES, column = i % LINES * LINE;
         const int pixel = pixel0 + (CHANNELS_LAST ? row : column), k = columns.first + (CHANNELS_LAST ? column : row);
-        if (pixel >= p.pixels || k >= columns.end) continue;
+        if (!has_pixel(p, pixel) || k >= columns.end) continue;
         const Pixel at(p, pixel);
         prefetch(p.residual + (at.image * p.y_n + k * p.y_k + at.row * p.y_h + at.column * p.y_w));
     }

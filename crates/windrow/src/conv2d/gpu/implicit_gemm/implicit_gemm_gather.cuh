@@ -43,7 +43,7 @@ struct Origin {
     bool exists;
 
     __device__ __forceinline__ Origin(const Params& p, int pixel, int channels) {
-        exists = pixel < p.pixels;
+        exists = has_pixel(p, pixel);
         const Pixel at(p, exists ? pixel : 0);
         y = at.row * p.stride_h - p.pad_h;
         x = at.column * p.stride_w - p.pad_w;

@@ -40,7 +40,7 @@ struct Place {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int pixel = OUT == CHANNEL_VECTORS ? pixel_of(row + lane / 4 + 8 * i) : row + lane % 4 * 4 + i;
-            const bool exists = pixel < p.pixels;
+            const bool exists = has_pixel(p, pixel);
             const Pixel at(p, exists ? pixel : 0);
             y[i] = exists ? p.y + (at.image * p.y_n + at.row * p.y_h + at.column * p.y_w) : nullptr;
         }

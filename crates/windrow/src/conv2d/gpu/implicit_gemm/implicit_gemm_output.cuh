@@ -34,7 +34,7 @@ struct Rows {
     __device__ __forceinline__ Rows(const Params& p, int pixel) {
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-            exists[t] = pixel + 8 * t < p.pixels;
+            exists[t] = has_pixel(p, pixel + 8 * t);
             const Pixel at(p, exists[t] ? pixel + 8 * t : 0);
             y[t] = p.y + at.image * p.y_n + at.row * p.y_h + at.column * p.y_w;
         }

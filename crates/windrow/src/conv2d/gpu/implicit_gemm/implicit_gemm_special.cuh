@@ -23,7 +23,7 @@ __device__ __noinline__ void store_plain_sums(const Params& p, int pixel0, int k
     for (int i = lane; i < 128 * j_count; i += 32) {
         const int pixel = pixel0 + i % 16, column = channel_of(i / 32 % 4, j0 + i / 128, i / 16 % 2);
         const int k = columns.first + column;
-        if (pixel >= p.pixels || k >= columns.end) continue;
+        if (!has_pixel(p, pixel) || k >= columns.end) continue;
         const Pixel at(p, pixel);
         const int c0 = p.group_k.divide(k - columns.unit * p.unit_k) * p.group_c;
         const float* const x = p.x + (at.image * p.x_n + static_cast<i64>(columns.unit) * unit_c * p.x_c);

@@ -5,7 +5,7 @@
 mod cut;
 mod product;
 
-use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, corners, gather};
+use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, corners, gather, image_pixels};
 use self::product::{FILTER_EXPONENT, product, threads};
 use super::facts::packed_parts;
 use super::input::{Input, copy_kernel, is_aligned, most_images};
@@ -38,6 +38,8 @@ pub(crate) struct ImplicitGemm {
     spec: Conv2dSpec,
     problem: Problem,
     cut: Cut,
+    /// As [`cut::image_pixels`] gives it.
+    image_pixels: usize,
     /// The copy that f16/bf16 kernels read if the channels of x are not whole vectors.
     input: Option<Input>,
     /// Elements from the filter of a group to that of the next.
@@ -133,9 +135,8 @@ impl Method for ImplicitGemmMethod {
         let reach = (0..4)
             .map(|d| padded(d).saturating_mul(spec.x.strides()[d].unsigned_abs()))
             .fold(0, usize::saturating_add);
-        let pixels = p.n.saturating_mul(p.oh).saturating_mul(p.ow);
-        task.frames.is_none()
-            && Cut::all(spec, p).next().is_some()
+        let pixels = p.n.saturating_mul(image_pixels(task));
+        Cut::all(spec, p).next().is_some()
             && p.c > 0
             && p.k > 0
             && near(p.h, 0, p.r)
@@ -206,6 +207,7 @@ impl ImplicitGemm {
             spec: spec.clone(),
             problem: *problem,
             cut,
+            image_pixels: image_pixels(task),
             input: cut
                 .half
                 .then(|| Input::new(gpu, spec, problem, most_images(spec, None)))
@@ -240,7 +242,7 @@ impl ImplicitGemm {
     ) -> Result<()> {
         let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
         let k_blocks = self.cut.k_blocks(p);
-        let pixels = x.n * p.oh * p.ow;
+        let pixels = x.n * self.image_pixels;
         let tiles = pixels.div_ceil(self.cut.pixels) * k_blocks;
         let map = if x.maps { self.map(operands.x, &x)? } else { TensorMap::NONE };
         let shape = ConvShape::new(&self.spec, p, [&self.spec.x, &self.spec.y], &operands);
@@ -255,7 +257,7 @@ impl ImplicitGemm {
             unit_k: unit.k as i32,
             steps: self.cut.steps(p) as i32,
             tiles: tiles as i32,
-            image_pixels: Divisor::new((p.oh * p.ow).max(1)),
+            image_pixels: Divisor::new(self.image_pixels.max(1)),
             ow_by: Divisor::new(p.ow.max(1)),
             k_blocks: Divisor::new(k_blocks),
             unit_blocks: Divisor::new(unit.blocks),
@@ -320,7 +322,7 @@ impl Prepared for ImplicitGemm {
         self.input.as_ref().map_or(0, Input::copy_bytes)
     }
 
-    fn scratch_bytes_for(&self, x: *const u8, _initial: Option<*const u8>) -> usize {
+    fn scratch_bytes_for(&self, x: *const u8) -> usize {
         let is_copied = |input: &&Input| !(self.copies_nothing(input) && is_aligned(x));
         self.input.as_ref().filter(is_copied).map_or(0, Input::copy_bytes)
     }

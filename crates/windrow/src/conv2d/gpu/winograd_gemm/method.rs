@@ -48,7 +48,12 @@ impl Method for WinogradGemmMethod {
     fn computes(&self, task: &Task<'_>) -> bool {
         let Task { spec, problem, .. } = task;
         let counted = spec.x.dtype != DType::F32 || ImageMax::supports(&spec.x);
-        problem.is_winograd() && problem.c > 0 && counted && task.frames.is_none()
+        problem.is_winograd() && problem.c > 0 && counted
+    }
+
+    /// The library chooses the kernel of the products by the number of tiles.
+    fn is_batch_invariant(&self) -> bool {
+        false
     }
 
     /// Checks that the library of matrix products is found.
