@@ -1,9 +1,9 @@
-//! Three-dimensional convolution as candle's custom operator, on the CPU.
+//! Three-dimensional convolution as candle's custom operator.
 
 use crate::op::{Operator, apply};
 use crate::storage::{Order, Output, View, desc, error, options, workspace};
 use candle_core::{Device, Result, Shape, Storage, Tensor};
-use windrow::{Conv3dArgs, Conv3dParams, Conv3dPlan, Conv3dSpec, Filter, Weights};
+use windrow::{Conv3dArgs, Conv3dParams, Conv3dPlan, Conv3dSpec, Filter};
 
 const NAME: &str = "conv3d";
 
@@ -33,10 +33,9 @@ impl Operator for Conv3d {
 
     fn forward(&self, views: &[View<'_>]) -> Result<(Storage, Shape)> {
         let (plan, y) = (&self.plan, self.plan.spec().y);
-        let w = Weights::Raw(views[1].tensor);
-        let mut ws = workspace(NAME, &self.device, plan.workspace_bytes_for(&w))?;
         let bias = views.get(2).map(|view| view.tensor);
-        let args = Conv3dArgs::new(views[0].tensor, w).with_bias(bias);
+        let args = Conv3dArgs::new(views[0].tensor, views[1].tensor).with_bias(bias);
+        let mut ws = workspace(NAME, &self.device, plan.workspace_bytes_for(&args))?;
         let mut output = Output::new(NAME, &self.device, y)?;
         plan.run(&args, output.view(NAME)?.tensor(), &mut ws).map_err(error(NAME))?;
         let shape = Order::of(&y).shape(y.shape());

@@ -138,7 +138,7 @@ pub trait TensorExt {
     ) -> Result<Tensor>;
 
     /// Convolution of videos or volumes x [n, c, t, h, w] with `weight` [k, c/groups, kt, r, s] and bias `[k]` (f32 or
-    /// x's type), on the CPU; see [`windrow::Conv3dSpec`]. It has no gradient.
+    /// x's type); see [`windrow::Conv3dSpec`]. It has no gradient.
     ///
     /// # Errors
     /// Types, shapes or options that do not match; tensors on a GPU; a gradient through the result.

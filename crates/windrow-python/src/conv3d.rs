@@ -26,8 +26,8 @@ fn three(arg: &str, given: Option<&Bound<'_, PyAny>>, default: usize) -> PyResul
         .map_err(|_| no_number(arg, given, "an int, or one for each direction", 3))
 }
 
-/// Three-dimensional convolution on the CPU, by Winograd if filter and stride allow it and the error stays within
-/// `accuracy` (default "fp32").
+/// Three-dimensional convolution, by Winograd if filter and stride allow it and the error stays within `accuracy`
+/// (default "fp32").
 ///
 /// x: [n, c, t, h, w], f32, f16 or bf16, any strides; the result [n, k, ot, oh, ow] is channels-last if x
 /// is. weight: [k, c / groups, kt, r, s] of x's type; bias: [k], f32 or x's type.
@@ -39,7 +39,7 @@ fn three(arg: &str, given: Option<&Bound<'_, PyAny>>, default: usize) -> PyResul
 /// residual, activation, accuracy, algorithm, batch_invariant and out: as for `conv2d`.
 ///
 /// Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
-/// compute this case, or arrays on a GPU).
+/// compute this case).
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, stride=None, padding=None, dilation=None, groups=1,
                     time_padding=None, initial_frames=None, final_frames=None, residual=None,
@@ -111,7 +111,7 @@ pub(crate) fn conv3d<'py>(
     let args = args.with_initial_frames(view(&initial));
     let last = last.as_ref().map(Array::view_changed).transpose()?;
     let outputs = Conv3dOutputs::new(y.view_mut()?).with_final_frames(last);
-    let bytes = plan.workspace_bytes_for(&args.w);
+    let bytes = plan.workspace_bytes_for(&args);
     run(py, &x, bytes, elements.unwrap_or(0), |ws| plan.run(&args, outputs, ws))?;
     y.finish(py, &x.family)
 }

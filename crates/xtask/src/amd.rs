@@ -74,7 +74,7 @@ fn check(steps: &mut Steps, all: bool) -> Result<PathBuf> {
         }
     } else {
         // Those of causal conv1d are large: some small ones, others each day.
-        reports.insert(WAVE_32, verify(steps, &emulator, WAVE_32, &["gelu", "conv2d"])?);
+        reports.insert(WAVE_32, verify(steps, &emulator, WAVE_32, &["gelu", "conv2d", "conv3d"])?);
         let seed = day.to_string();
         let few = ["verify", "causal-conv1d", "--random", "--seed", &seed, "--cases", "20"];
         eprintln!("\n20 cases of causal conv1d on {WAVE_32}, chosen by seed {day}");

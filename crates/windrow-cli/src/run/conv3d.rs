@@ -9,7 +9,7 @@ use windrow::{
     Conv3dSpec, Placed, Tensor, TensorDesc, TimePadding, Workspace,
 };
 
-/// 3-D convolution of videos or volumes, on the CPU
+/// 3-D convolution of videos or volumes
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:

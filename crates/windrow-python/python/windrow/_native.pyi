@@ -221,8 +221,8 @@ def conv3d(
     out: A | None = None,
     filters: tuple[FilterCache, bool] | None = None,
 ) -> A:
-    """Three-dimensional convolution on the CPU, by Winograd if filter and stride allow it and the error stays within
-    `accuracy` (default "fp32").
+    """Three-dimensional convolution, by Winograd if filter and stride allow it and the error stays within `accuracy`
+    (default "fp32").
 
     x: [n, c, t, h, w], f32, f16 or bf16, any strides; the result [n, k, ot, oh, ow] is channels-last if x
     is. weight: [k, c / groups, kt, r, s] of x's type; bias: [k], f32 or x's type.
@@ -234,7 +234,7 @@ def conv3d(
     residual, activation, accuracy, algorithm, batch_invariant and out: as for `conv2d`.
 
     Raises ValueError, TypeError (element types) or NotImplementedError (an algorithm that cannot
-    compute this case, or arrays on a GPU).
+    compute this case).
     """
 
 def conv2d_backward(

@@ -8,8 +8,13 @@ import torch
 import windrow
 from common import each_device, leaf
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from windrow.torch import (
+    _fused,
+    _library,
     causal_conv1d_fn,
     causal_conv1d_update,
     conv1d,
@@ -242,3 +247,44 @@ def test_vmap_of_optimized_models(nothing_decided, times, factor):
     for _ in range(3):
         torch.testing.assert_close(model(images[0]), plain(images[0]), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(torch.vmap(model)(images), torch.vmap(plain)(images), atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """How often the dispatcher was called for the convolution of compiled graphs, and a call of it."""
+    found, through = [], _fused.CONV2D_FUSED._op
+    counted = lambda *args, **kwargs: found.append(1) or through(*args, **kwargs)
+    short = _library._short(counted, *_library._kernels["conv2d_fused"])
+    monkeypatch.setattr(_fused.CONV2D_FUSED, "_op", short)
+    x, weight, how = torch.randn(1, 4, 5, 5), torch.randn(4, 4, 3, 3), ([1, 1], [1, 1], [1, 1], 1, None, "exact")
+    return found, lambda x=x, weight=weight: _fused.CONV2D_FUSED(x, weight, None, None, *how)
+
+
+def test_the_dispatcher_is_called_where_it_has_to_do(run):
+    found, call = run
+    y = call()
+    assert not found
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    for mode in (Functions(), Calls()):
+        seen = []
+        with mode:
+            torch.testing.assert_close(call(), y)
+        assert _fused.CONV2D_FUSED in seen
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call().dtype == torch.bfloat16
+    each = torch.vmap(lambda x: call(x))(torch.randn(3, 1, 4, 5, 5))
+    assert each.shape == (3, 1, 4, 5, 5) and len(found) >= 4
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        call(weight=torch.randn(4, 4, 3, 3, requires_grad=True)).sum().backward()
+    with FakeTensorMode() as mode:
+        assert call(*map(mode.from_tensor, (torch.randn(1, 4, 5, 5), torch.randn(4, 4, 3, 3)))).shape == (1, 4, 5, 5)

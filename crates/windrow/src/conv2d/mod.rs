@@ -3,6 +3,7 @@
 mod configuration;
 pub(crate) mod conv3d;
 mod cpu;
+mod frame_reads;
 mod gpu;
 mod mirrored;
 mod networks;

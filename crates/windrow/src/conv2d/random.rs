@@ -257,7 +257,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
 }
 
 /// cuDNN says only when it is asked whether it has a kernel.
-fn is_missing(algorithm: Conv2dAlgorithm, error: &Error) -> bool {
+pub(super) fn is_missing(algorithm: Conv2dAlgorithm, error: &Error) -> bool {
     algorithm == Conv2dAlgorithm::Cudnn
         && matches!(error, Error::Unsupported { .. } | Error::Backend { .. })
 }

@@ -42,17 +42,16 @@ def _conv(weight: Tensor, bias: Tensor | None, options: Options, activation: str
 
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> Tensor:
-    *of, activation, accuracy = how
-    options = Options(*of)
-    layer = _layer(weight, bias, options, activation, accuracy)
-    seen = _seen(x, residual, weight.dim() == 2)
-    run = layer._recall(seen, layer.weight, layer.bias, lambda: layer._found(x, residual, seen[-1])).run
+    layer = _layer(weight, bias, *how)
+    seen, buffers = _seen(x, residual, weight.dim() == 2), layer._buffers
+    run = layer._recall(seen, buffers["weight"], buffers["bias"], lambda: layer._found(x, residual, seen[-1])).run
     if run is not None:
         y: Tensor | None = run(x, residual)
         if y is not None:
             return y
         layer._forget()
-    return way(_conv(weight, bias, options, activation, accuracy), x, residual).run(x, residual)
+    *of, activation, accuracy = how
+    return way(_conv(weight, bias, Options(*of), activation, accuracy), x, residual).run(x, residual)
 
 
 # The modules of compiled graphs, which call the operator without a module, by filter and all other arguments.
@@ -60,16 +59,23 @@ _layers: dict[tuple[Any, ...], "FusedConv2d"] = {}
 
 
 def _layer(
-    weight: Tensor, bias: Tensor | None, options: Options, activation: str | None, accuracy: str | None
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    activation: str | None,
+    accuracy: str | None,
 ) -> "FusedConv2d":
     """The module that remembers who computes calls of the operator with this filter, as long as the filter lives."""
-    stride, padding, dilation, groups, _ = options
     key = (id(weight), id(bias), *stride, *padding, *dilation, groups, activation, accuracy)
     layer = _layers.get(key)
-    if layer is None or not _is_over(layer.weight, weight) or not _is_over(layer.bias, bias):
+    buffers = None if layer is None else layer._buffers
+    if layer is None or not _is_over(buffers["weight"], weight) or not _is_over(buffers["bias"], bias):
         weakref.finalize(weight, _layers.pop, key, None).atexit = False
-        own = None if bias is None else bias.detach()
-        layer = _layers[key] = FusedConv2d(weight.detach(), own, options[:4], activation, accuracy)
+        options, own = (stride, padding, dilation, groups), None if bias is None else bias.detach()
+        layer = _layers[key] = FusedConv2d(weight.detach(), own, options, activation, accuracy)
     return layer
 
 
@@ -147,9 +153,8 @@ not_differentiable("conv2d_fused", instead="conv2d")
 
 def _into(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> None:
     *of, activation, accuracy, out = how
-    options = Options(*of)
-    if not _layer(weight, bias, options, activation, accuracy)._wrote(x, residual, out):
-        conv = _conv(weight, bias, options, activation, accuracy)
+    if not _layer(weight, bias, *of, activation, accuracy)._wrote(x, residual, out):
+        conv = _conv(weight, bias, Options(*of), activation, accuracy)
         _Written(way(conv, x, None if residual is None else dense(residual)).run)(x, residual, out)
 
 

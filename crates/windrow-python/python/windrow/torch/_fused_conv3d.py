@@ -33,7 +33,7 @@ def _kernel(
     time_padding, *of, activation, accuracy = how
     options = Options(*of)
     whole = lambda: _whole(x, weight, initial, time_padding, options.dilation)
-    layer = _layer(weight, bias, options, activation, accuracy)
+    layer = _layer(weight, bias, *of, activation, accuracy)
 
     def find() -> _Found:
         decided = way(_conv(layer.weight, layer.bias, options, activation, accuracy), whole(), residual)

@@ -2,6 +2,7 @@
 
 use super::verify::{of, outputs};
 use super::{Conv3dArgs, Conv3dPlan, Conv3dSpec};
+use crate::conv2d::random::is_missing;
 use crate::conv2d::{Conv2dConfiguration, Conv3dParams, FilterCache, TimePadding, Weights};
 use crate::verification::choices::{Choices, shrink};
 use crate::verification::data::{Held, Numbers, Style, options, scratch};
@@ -142,11 +143,7 @@ fn spoil(choices: &mut Choices<'_>, spec: &mut Conv3dSpec) -> Result<&'static st
 
 /// A random spec with every algorithm, on every instruction set.
 pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
-    // It is computed on the CPU only.
-    let device = Device::Cpu;
-    if trial.device() != device {
-        return Ok(());
-    }
+    let device = trial.device();
     let style = Style::random(choices);
     let mut spec = spec(choices, style)?;
     let options = options(choices, device);
@@ -186,15 +183,22 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
         trial.fail(format!("accuracy exact is planned by {planned}"));
     }
     for lane in trial.lanes() {
-        for algorithm in Conv3dPlan::algorithms_on(&spec, lane.isa)? {
+        let algorithms = match device {
+            Device::Cpu => Conv3dPlan::algorithms_on(&spec, lane.isa)?,
+            Device::Cuda(_) | Device::Hip(_) => Conv3dPlan::algorithms(&spec, device),
+        };
+        for algorithm in algorithms {
             let configuration = Conv2dConfiguration::new(algorithm);
-            let plan = Conv3dPlan::on_isa(&spec, &configuration, &options, lane.isa)?;
+            let plan = match Conv3dPlan::on_isa(&spec, &configuration, &options, lane.isa) {
+                Err(error) if is_missing(algorithm, &error) => continue,
+                plan => plan?,
+            };
             let mut workspace = scratch(device, plan.workspace_bytes())?;
             let mut y = Held::at(spec.y, &[], before, device)?;
             let kept;
             let w_view = match form {
                 "packed" => {
-                    kept = plan.pack_weights(&w.as_ref())?;
+                    kept = plan.pack_weights(&w.as_ref(), &mut workspace)?;
                     Weights::Packed(&kept)
                 }
                 "cached" => Weights::Cached(w.as_ref(), &cache),
@@ -204,6 +208,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
             let last = spec.final_frames.map(|desc| Held::at(desc, &[], before, device));
             let mut last = last.transpose()?;
             plan.run(&args, outputs(&mut y, &mut last)?, &mut workspace)?;
+            workspace.synchronize()?;
             let how = format!("{configuration} of a {form} filter");
             let want = plan.expected(&args, &w.values()?)?;
             let checks = plan.checks(want, &outputs(&mut y, &mut last)?)?;

@@ -12,7 +12,7 @@ use crate::{Error, Layout, Result, TensorDesc};
 /// `y[n,k,ot,oh,ow] = act(bias[k] + residual[n,k,ot,oh,ow] + sum_{c,f,r,s} w[k,c,f,r,s] * x[n, g*(C/groups)+c, a, i, j])`
 ///
 /// The frame is `a = ot*stride - padding + f*dilation`, and the row i and the column j follow likewise: the letters are
-/// those of [`Conv2dSpec`](crate::Conv2dSpec). Elements outside of `x` count as zero. It is computed on the CPU.
+/// those of [`Conv2dSpec`](crate::Conv2dSpec). Elements outside of `x` count as zero.
 ///
 /// A causal convolution ([`TimePadding::Causal`](crate::TimePadding::Causal)) reads the `(kt - 1) * dilation` frames before
 /// the first one as well, its *state*. To compute a video in chunks, pass the state of each chunk from `final_frames` of the

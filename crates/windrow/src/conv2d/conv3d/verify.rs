@@ -56,14 +56,16 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
             let activation = Activation::ALL[i % Activation::ALL.len()];
             for layout in LAYOUTS {
                 let Ok(spec) = spec(shape, dtype, layout, activation) else { continue };
-                for algorithm in Conv3dPlan::algorithms(&spec, device) {
-                    let spec = spec.clone();
+                let algorithms = Conv3dPlan::algorithms(&spec, device).into_iter();
+                for (algorithm, accuracy) in algorithms.flat_map(|a| accuracies(a, dtype)) {
+                    let mut spec = spec.clone();
+                    spec.params.accuracy = accuracy;
                     cases.push(Case {
                         op: "conv3d",
                         algorithm: algorithm.name().into(),
                         dtype,
                         layout: layout.into(),
-                        name: format!("{shape:?} {}", activation.name()),
+                        name: format!("{shape:?} {} {}", accuracy.name(), activation.name()),
                         elements: spec.x.layout.len(),
                         run: Box::new(move || run(&spec, algorithm, device)),
                     });
@@ -72,6 +74,16 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
         }
     }
     cases
+}
+
+/// The accuracies for which an algorithm has kernels of its own.
+fn accuracies(
+    algorithm: Conv2dAlgorithm,
+    dtype: DType,
+) -> impl Iterator<Item = (Conv2dAlgorithm, Accuracy)> {
+    let rounds = algorithm == Conv2dAlgorithm::WinogradRow && dtype == DType::F32;
+    let accuracies = [Some(Accuracy::Fp32), rounds.then_some(Accuracy::Half)];
+    accuracies.into_iter().flatten().map(move |accuracy| (algorithm, accuracy))
 }
 
 fn spec(
@@ -146,6 +158,7 @@ fn run(spec: &Conv3dSpec, algorithm: Conv2dAlgorithm, device: Device) -> Result<
     let mut y = Held::at(spec.y, &[], 0, device)?;
     let mut last = spec.final_frames.map(|desc| Held::at(desc, &[], 0, device)).transpose()?;
     plan.run(&args, outputs(&mut y, &mut last)?, &mut workspace)?;
+    workspace.synchronize()?;
     plan.checks(plan.expected(&args, &w.values()?)?, &outputs(&mut y, &mut last)?)
 }
 

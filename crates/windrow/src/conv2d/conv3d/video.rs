@@ -1,11 +1,15 @@
 //! A convolution of videos as convolutions of images.
 
 use super::Conv3dSpec;
-use crate::conv2d::cpu::{Before, FrameTaps, Task};
+use crate::conv2d::conv3d::Conv3dArgs;
+use crate::conv2d::cpu::{self, FrameTaps};
+use crate::conv2d::frame_reads::{Before, FrameReads};
+use crate::conv2d::gpu::{self, Operands};
 use crate::conv2d::problem::Frames;
 use crate::conv2d::{Conv2dSpec, Conv3dParams, Problem, TimePadding};
 use crate::cpu::Isa;
-use crate::{Layout, Result, TensorDesc, TensorMut, TensorRef};
+use crate::gpu::Gpu;
+use crate::{Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef};
 use std::sync::Arc;
 
 /// A convolution of videos as one of images for each video, or as one of all images where the filter has one frame and
@@ -15,7 +19,7 @@ pub(super) struct Video {
     pub spec: Conv2dSpec,
     problem: Problem,
     /// The frames that an image reads; `None` if it reads the one of its own number.
-    frames: Option<Arc<FrameTaps>>,
+    reads: Option<FrameReads>,
     /// The number of convolutions of images, and the distances in x and y from one to the next.
     pub runs: usize,
     x_run: isize,
@@ -60,7 +64,7 @@ impl Video {
             true => [x_strides[0], y_strides[0]],
             false => [x_image, y_image],
         };
-        let frames = match one_each {
+        let reads = match one_each {
             true => None,
             false => {
                 let before = match (initial_frames, params.time_padding) {
@@ -71,8 +75,8 @@ impl Video {
                     (None, TimePadding::CausalRepeat) => Before::First,
                     (None, TimePadding::Zeros | TimePadding::Causal) => Before::Zeros,
                 };
-                let steps = [x_strides[2], w.strides()[2]];
-                Some(Arc::new(FrameTaps::new(&p.frames, before, steps)?))
+                let (x, filter) = (x_strides[2], w.strides()[2]);
+                Some(FrameReads { frames: p.frames, before, x, filter })
             }
         };
         // Those from which an image is counted exist.
@@ -101,7 +105,7 @@ impl Video {
                 frames: if one_each { Frames::IMAGE } else { Frames { ot: 1, ..p.frames } },
                 ..*p
             },
-            frames,
+            reads,
             runs,
             x_run: x_strides[0],
             y_run: y_strides[0],
@@ -115,10 +119,41 @@ impl Video {
         })
     }
 
-    /// The convolution of images that is given to methods.
-    pub(super) fn task(&self, isa: Isa, threads: usize) -> Result<Task<'_>> {
-        let task = Task::new(&self.spec, &self.problem, isa, threads)?;
-        Ok(task.with_frames(self.frames.clone()))
+    /// The convolution of images that is given to methods on the CPU.
+    pub(super) fn task(&self, isa: Isa, threads: usize) -> Result<cpu::Task<'_>> {
+        let task = cpu::Task::new(&self.spec, &self.problem, isa, threads)?;
+        let taps = self.reads.as_ref().map(FrameTaps::new).transpose()?;
+        Ok(task.with_frames(taps.map(Arc::new)))
+    }
+
+    /// The convolution of images that is given to methods on a GPU.
+    pub(super) fn gpu_task(&self, gpu: &Gpu, options: &PlanOptions) -> gpu::Task<'_> {
+        gpu::Task::new(gpu, &self.spec, &self.problem, options).with_frames(self.reads)
+    }
+
+    /// The frames before the first one.
+    pub(super) fn before(&self) -> Before {
+        self.reads.map_or(Before::Zeros, |reads| reads.before)
+    }
+
+    /// The addresses of a run's tensors on a GPU.
+    pub(super) fn operands(
+        &self,
+        args: &Conv3dArgs<'_>,
+        y: &mut TensorMut<'_>,
+        run: usize,
+        scratch: *mut u8,
+    ) -> Result<Operands> {
+        let residual = args.residual.as_ref().map(|residual| self.residual(residual, run));
+        let initial = self.initial(args.initial_frames.as_ref(), run);
+        Ok(Operands {
+            x: self.x(&args.x, run).as_ptr(),
+            bias: args.bias.as_ref().map(TensorRef::as_ptr),
+            residual: residual.as_ref().map(TensorRef::as_ptr),
+            initial: initial.as_ref().map(TensorRef::as_ptr),
+            y: self.y(y, run)?.as_mut_ptr(),
+            scratch,
+        })
     }
 
     /// The images of a tensor like y, or of x, in a run.

@@ -36,7 +36,7 @@ use self::plane::Plane;
 use self::runs::Runs;
 pub(crate) use self::shared::activation::{apply as activate, follows};
 pub(crate) use self::shared::epilogue::Residual;
-pub(crate) use self::shared::frames::{Before, FrameTaps};
+pub(crate) use self::shared::frames::FrameTaps;
 pub(crate) use self::shared::{floats, floats_mut};
 use self::transposed::Transposed;
 use self::winograd::{FusedMethod, StagedMethod};

@@ -10,6 +10,7 @@ use super::prepared::Prepared;
 use super::task::Task;
 use super::winograd_gemm::WinogradGemmMethod;
 use super::winograd_row::WinogradRowMethod;
+use crate::conv2d::problem::Frames;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem};
 use crate::gpu::Gpu;
 use crate::{DType, Error, Result};
@@ -138,7 +139,7 @@ pub(crate) fn parameters(algorithm: Conv2dAlgorithm) -> String {
     if all.is_empty() { "no parameters".into() } else { all.join(" and ") }
 }
 
-/// True if all numbers that kernels count in 32 bits (positions, channels, taps) are below 2^30. Elements are counted
+/// True if all numbers that kernels count in 32 bits (positions, frames, channels, taps) are below 2^30. Elements are counted
 /// in 64 bits.
 fn fits_i32(p: &Problem) -> bool {
     const LIMIT: usize = 1 << 30;
@@ -146,6 +147,7 @@ fn fits_i32(p: &Problem) -> bool {
     let product = |sizes: &[usize]| {
         sizes.iter().try_fold(1usize, |a, &b| a.checked_mul(b)).is_some_and(|s| s < LIMIT)
     };
+    let Frames { t, kt, stride, padding, dilation, .. } = p.frames;
     p.padding.iter().all(|&x| x < LIMIT)
         && padded(p.h, p.padding[0])
         && padded(p.w, p.padding[1])
@@ -153,13 +155,15 @@ fn fits_i32(p: &Problem) -> bool {
         && p.n < LIMIT
         && product(&[p.h, p.w])
         && product(&[p.oh, p.ow])
-        && product(&[p.c, p.r, p.s])
-        && product(&[p.k, p.r, p.s])
+        && padded(t, padding)
+        && stride.max(dilation) < LIMIT
+        && product(&[p.c, kt, p.r, p.s])
+        && product(&[p.k, kt, p.r, p.s])
 }
 
 pub(super) fn too_large() -> Error {
     Error::unsupported(
-        "a convolution with 2^30 or more pixels of an image, images or filter taps on a GPU",
+        "a convolution with 2^30 or more pixels of an image, images, frames or filter taps on a GPU",
         "kernels count them in 32 bits; split the batch or the image",
     )
 }

@@ -24,6 +24,7 @@ pub(crate) use self::methods::{
     allows, candidates, complete, micros, parameters, prepare, supported, takes, variants,
 };
 pub(crate) use self::prepared::{Operands, PackTo, PackedForm, Prepared};
+pub(crate) use self::shared::frames::FinalFrames;
 pub(crate) use self::shared::packs::Packs;
 use self::shared::parameters::{Divisor, Seen, kernel, strides, with_epilogue};
 use self::shared::{ALIGNMENT, facts, input, shape, source, split};

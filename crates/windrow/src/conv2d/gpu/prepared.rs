@@ -24,8 +24,9 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         0
     }
 
-    /// Bytes of scratch memory of a run for images at `x`: at most [`Prepared::scratch_bytes`].
-    fn scratch_bytes_for(&self, _x: *const u8) -> usize {
+    /// Bytes of scratch memory of a run for images, and initial frames if there are any, at these addresses: at most
+    /// [`Prepared::scratch_bytes`].
+    fn scratch_bytes_for(&self, _x: *const u8, _initial: Option<*const u8>) -> usize {
         self.scratch_bytes()
     }
 
@@ -151,6 +152,8 @@ pub(crate) struct Operands {
     pub(crate) bias: Option<*const u8>,
     /// The residual, if the spec has one. Its layout is that of y.
     pub(crate) residual: Option<*const u8>,
+    /// The frames before a video, if the task reads such.
+    pub(crate) initial: Option<*const u8>,
     pub(crate) y: *mut u8,
     pub(crate) scratch: *mut u8,
 }

@@ -1,6 +1,7 @@
 //! The description of a convolution that is given to methods.
 
 use super::chips::Chip;
+use crate::conv2d::frame_reads::FrameReads;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::Gpu;
 use crate::{Filter, Layout, PlanOptions, TensorDesc, Tuning};
@@ -14,6 +15,8 @@ pub(crate) struct Task<'a> {
     /// The algorithm, and its parameters that are given.
     pub(super) configuration: Conv2dConfiguration,
     pub(super) options: PlanOptions,
+    /// The frames that images read, if they are those of a video.
+    pub(super) frames: Option<FrameReads>,
 }
 
 impl<'a> Task<'a> {
@@ -36,7 +39,12 @@ impl<'a> Task<'a> {
         options: &PlanOptions,
     ) -> Self {
         let configuration = Conv2dConfiguration::new(Conv2dAlgorithm::Im2colGemm);
-        Task { chip, spec, problem, configuration, options: *options }
+        Task { chip, spec, problem, configuration, options: *options, frames: None }
+    }
+
+    /// The same over the frames of a video, if any are given.
+    pub(crate) fn with_frames(self, frames: Option<FrameReads>) -> Self {
+        Task { frames, ..self }
     }
 
     /// The task on an H200 with default options.
@@ -73,7 +81,8 @@ impl<'a> Task<'a> {
             .with_tuning(Tuning::Model)
             .with_filter(Filter::Changing)
             .with_batch_invariant(self.options.batch_invariant);
-        Task { chip: self.chip, spec, problem, configuration: self.configuration, options }
+        let (chip, configuration) = (self.chip, self.configuration);
+        Task { chip, spec, problem, configuration, options, frames: None }
     }
 
     pub(super) fn algorithm(&self) -> Conv2dAlgorithm {

@@ -157,7 +157,7 @@ impl Cpu {
                 self.prepared.run_raw(&w, run);
             }
             Weights::Packed(packed) => {
-                let elements = packed.elements().ok_or_else(|| plan.packed_elsewhere(packed))?;
+                let elements = packed.elements().ok_or_else(|| packed.elsewhere(plan.device()))?;
                 let run =
                     Run { x, initial: None, bias, residual, activation, y, workspace: memory };
                 self.prepared.run(elements, run);

@@ -1,6 +1,6 @@
 //! The engine that computes a convolution on GPUs.
 
-use super::packed::{PackedData, PackedForm};
+use super::packed::{PackedData, PackedForm, Packing};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 use crate::conv2d::gpu::{self as methods, Backward, Operands, Prepared, Task, WeightOperands};
 use crate::conv2d::mirrored::mirrored_view;
@@ -25,6 +25,49 @@ fn task<'a>(setup: &Setup<'a, Conv2d, Device>) -> Result<(&'static device::Gpu, 
     let gpu = device::Gpu::get(setup.place)?;
     let options = setup.options.with_filter(setup.options.counted_filter());
     Ok((gpu, Task::new(gpu, setup.spec, setup.problem, &options)))
+}
+
+/// Calls `run` with the filter in the form that it takes, and with the memory that is left for scratch: all of it if the
+/// packed filter has memory of its own.
+///
+/// # Errors
+/// Those of packing and of `run`, and [`Error::WrongDevice`](crate::Error::WrongDevice) for a filter that is packed on
+/// another device.
+///
+/// # Safety
+/// A filter that is given as a view must be on the stream's GPU, and `memory` large enough for the packed filter if it is
+/// given as [`Weights::Raw`].
+pub(in crate::conv2d) unsafe fn with_filter(
+    prepared: &dyn Prepared,
+    gpu: &'static device::Gpu,
+    stream: &device::Stream,
+    packing: Packing,
+    w: &Weights<'_>,
+    memory: *mut u8,
+    run: impl FnOnce(*const u8, *mut u8) -> Result<()>,
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match *w {
+            Weights::Raw(w) => {
+                let packed = prepared.packed(stream, w.as_ptr(), memory)?;
+                run(packed, memory.add(prepared.packed_bytes()))
+            }
+            Weights::Cached(w, _) if prepared.reads_in_place(w.as_ptr()) => run(w.as_ptr(), memory),
+            Weights::Cached(w, cache) => {
+                let pack = cache.packs().lease(prepared, packing, stream, w.as_ptr())?;
+                run(pack.as_ptr(), memory)
+            }
+            Weights::Packed(PackedWeights { data: PackedData::Device(data), .. })
+                if std::ptr::eq(data.gpu(), gpu) =>
+            {
+                let outcome = run(data.as_mut_ptr().cast_const(), memory);
+                data.used_on(stream)?;
+                outcome
+            }
+            Weights::Packed(packed) => Err(packed.elsewhere(gpu.device())),
+        }
+    }
 }
 
 impl Engine<Conv2d> for Gpu {
@@ -114,7 +157,7 @@ impl Gpu {
 
     /// Bytes of workspace for a run with an input at x's address, not counting the packed filter.
     pub(super) fn scratch_bytes_for(&self, x: &TensorRef<'_>) -> usize {
-        self.prepared.scratch_bytes_for(x.as_ptr())
+        self.prepared.scratch_bytes_for(x.as_ptr(), None)
     }
 
     pub(super) fn form(&self) -> PackedForm {
@@ -137,35 +180,14 @@ impl Gpu {
         }
         let [bias, residual] =
             [&args.bias, &args.residual].map(|view| view.as_ref().map(TensorRef::as_ptr));
-        let (x, y) = (args.x.as_ptr(), y.as_mut_ptr());
+        let (x, initial, y) = (args.x.as_ptr(), None, y.as_mut_ptr());
         // SAFETY: the views were checked against the spec and are on the device; the workspace holds the packed
         // filter and the scratch memory.
         unsafe {
-            let run = |packed, scratch| {
-                prepared.run(stream, packed, Operands { x, bias, residual, y, scratch })
-            };
-            match args.w {
-                Weights::Raw(w) => {
-                    let packed = prepared.packed(stream, w.as_ptr(), memory)?;
-                    run(packed, memory.add(self.raw_bytes()))
-                }
-                Weights::Cached(w, _) if prepared.reads_in_place(w.as_ptr()) => {
-                    run(w.as_ptr(), memory)
-                }
-                Weights::Cached(w, cache) => {
-                    let pack =
-                        cache.packs().lease(&**prepared, plan.packing(), stream, w.as_ptr())?;
-                    run(pack.as_ptr(), memory)
-                }
-                Weights::Packed(PackedWeights { data: PackedData::Device(data), .. })
-                    if std::ptr::eq(data.gpu(), *gpu) =>
-                {
-                    let outcome = run(data.as_mut_ptr().cast_const(), memory);
-                    data.used_on(stream)?;
-                    outcome
-                }
-                Weights::Packed(packed) => Err(plan.packed_elsewhere(packed)),
-            }
+            with_filter(&**prepared, gpu, stream, plan.packing(), &args.w, memory, |packed, at| {
+                let operands = Operands { x, bias, residual, initial, y, scratch: at };
+                prepared.run(stream, packed, operands)
+            })
         }
     }
 
@@ -231,7 +253,7 @@ impl Gpu {
             _ => w.as_ptr(),
         };
         let (x, y) = (dy.as_ptr(), dx.as_mut_ptr());
-        let operands = Operands { x, bias: None, residual: None, y, scratch };
+        let operands = Operands { x, bias: None, residual: None, initial: None, y, scratch };
         // SAFETY: the views were checked against the spec and are on the device.
         unsafe { gradient.run(stream, filter, operands) }
     }

@@ -14,8 +14,9 @@ use super::{Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::plan::{self, Input, Operator, Plan, Views, engine};
 use crate::{PlanOptions, Result, TensorMut, TensorRef, Workspace};
 pub(super) use args::filter;
-pub(super) use comparison::activated;
+pub(super) use comparison::{activated, activated_on_gpus};
 pub(super) use cpu::{stored, threads};
+pub(super) use gpu::with_filter;
 pub(super) use packed::{PackedForm, Packing};
 
 pub use args::{Conv2dArgs, Weights};

@@ -89,6 +89,33 @@ impl PackedWeights {
         Ok(PackedWeights { packing, data: PackedData::Host(data), source })
     }
 
+    /// A filter packed on a GPU, with its original elements if they are kept. The call waits for the workspace's stream.
+    pub(in crate::conv2d) fn on_gpu(
+        packing: Packing,
+        (prepared, device): (&dyn gpu::Prepared, &'static crate::gpu::Gpu),
+        w: &TensorRef<'_>,
+        source: Option<Vec<f64>>,
+        workspace: &mut Workspace,
+    ) -> Result<Self> {
+        let (stream, _) = workspace.take_on(device, 0)?;
+        let data = SharedBuffer::new(stream, prepared.packed_bytes().max(1))?;
+        let to = gpu::PackTo { memory: data.as_mut_ptr(), ticket: None };
+        // SAFETY: the caller has checked the view; the memory is as large as asked for.
+        unsafe { prepared.pack(stream, w.as_ptr(), to)? };
+        // Runs on other streams may use it from here on.
+        stream.synchronize()?;
+        Ok(PackedWeights { packing, data: PackedData::Device(Arc::new(data)), source })
+    }
+
+    /// The error for a filter that is packed on another device than this one.
+    pub(in crate::conv2d) fn elsewhere(&self, expected: Device) -> Error {
+        let given = match &self.data {
+            PackedData::Host(_) => Device::Cpu,
+            PackedData::Device(data) => data.gpu().device(),
+        };
+        Error::WrongDevice { arg: "w", given, expected }
+    }
+
     /// Returns [`Error::ForeignPack`] for a filter that is packed in another way.
     pub(in crate::conv2d) fn check(&self, expected: Packing) -> Result<()> {
         if self.packing == expected {
@@ -132,14 +159,8 @@ impl Conv2dPlan {
         match &self.backend {
             Backend::Cpu(cpu) => self.pack_on_cpu(cpu, w),
             Backend::Gpu(Gpu { prepared, gpu: device, .. }) => {
-                let (stream, _) = workspace.take_on(device, 0)?;
-                let data = SharedBuffer::new(stream, self.packed_bytes().max(1))?;
-                let to = gpu::PackTo { memory: data.as_mut_ptr(), ticket: None };
-                // SAFETY: the view was checked against the spec, the memory is as large as asked for.
-                unsafe { prepared.pack(stream, w.as_ptr(), to)? };
-                // Runs on other streams may use it from here on.
-                stream.synchronize()?;
-                self.packed(w, PackedData::Device(Arc::new(data)))
+                let on_gpu = (&**prepared, *device);
+                PackedWeights::on_gpu(self.packing(), on_gpu, w, self.source(w)?, workspace)
             }
         }
     }
@@ -147,10 +168,6 @@ impl Conv2dPlan {
     /// Packs a filter that agrees with the spec, for a plan on the CPU.
     pub(super) fn pack_on_cpu(&self, cpu: &Cpu, w: &TensorRef<'_>) -> Result<PackedWeights> {
         PackedWeights::on_cpu(self.packing(), cpu.prepared.as_ref(), w, self.source(w)?)
-    }
-
-    fn packed(&self, w: &TensorRef<'_>, data: PackedData) -> Result<PackedWeights> {
-        Ok(PackedWeights { packing: self.packing(), data, source: self.source(w)? })
     }
 
     /// The original filter, if the plan verifies.
@@ -178,14 +195,6 @@ impl Conv2dPlan {
     /// GPU can read the filter in place.
     pub fn kept_bytes(&self, w: &TensorRef<'_>) -> usize {
         engine!(self, engine => engine.kept_bytes(w))
-    }
-
-    pub(super) fn packed_elsewhere(&self, packed: &PackedWeights) -> Error {
-        let given = match &packed.data {
-            PackedData::Host(_) => Device::Cpu,
-            PackedData::Device(data) => data.gpu().device(),
-        };
-        Error::WrongDevice { arg: "w", given, expected: self.device() }
     }
 }
 

@@ -2,6 +2,7 @@
 //! of the filter.
 
 use crate::Result;
+use crate::conv2d::frame_reads::{Before, FrameReads};
 use crate::conv2d::problem::Frames;
 use crate::lists::collected;
 use std::ops::Range;
@@ -20,16 +21,6 @@ pub(crate) struct FrameTaps {
     filter: isize,
 }
 
-/// The frames before the first one. After the last one there are zeros.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Before {
-    Zeros,
-    /// The first frame.
-    First,
-    /// So many initial frames, which lie in a tensor of their own with these strides of frame, channel, row, column.
-    Initial(usize, [isize; 4]),
-}
-
 /// The place where some images read through one frame of the filter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct FrameSource {
@@ -42,12 +33,11 @@ pub(crate) struct FrameSource {
 }
 
 impl FrameTaps {
-    /// The frames of a convolution; the strides are those of a frame of x and of w.
-    ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
-    pub(crate) fn new(frames: &Frames, before: Before, [src, filter]: [isize; 2]) -> Result<Self> {
-        let &Frames { t, kt, stride, padding, dilation, .. } = frames;
+    pub(crate) fn new(reads: &FrameReads) -> Result<Self> {
+        let &FrameReads { frames, before, x: src, filter } = reads;
+        let Frames { t, kt, stride, padding, dilation, .. } = frames;
         let offset = |tap| (tap * dilation) as isize - padding as isize;
         let offsets = collected((0..kt).map(offset))?;
         Ok(FrameTaps { offsets, step: stride, count: t, before, src, filter })
@@ -147,7 +137,8 @@ mod tests {
             let frames = Frames { t, kt, ot, stride, padding, dilation };
             let initial = Before::Initial(padding, [7, 1, 1, 1]);
             for before in [Before::Zeros, Before::First, initial] {
-                let taps = FrameTaps::new(&frames, before, [10, 1]).unwrap();
+                let taps =
+                    FrameTaps::new(&FrameReads { frames, before, x: 10, filter: 1 }).unwrap();
                 let mut covered = 0;
                 for range in taps.ranges(ot).unwrap() {
                     assert_eq!(range.start, covered);

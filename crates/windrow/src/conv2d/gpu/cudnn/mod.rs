@@ -137,7 +137,9 @@ impl Method for CudnnMethod {
     fn computes(&self, task: &Task<'_>) -> bool {
         let Task { spec, problem: p, .. } = task;
         let sizes = [p.n * p.c * p.h * p.w, p.n * p.k * p.oh * p.ow, p.k * p.taps()];
-        channels_last(spec).is_some() && sizes.iter().all(|&size| size > 0 && size < 1 << 31)
+        task.frames.is_none()
+            && channels_last(spec).is_some()
+            && sizes.iter().all(|&size| size > 0 && size < 1 << 31)
     }
 
     /// The library chooses kernels by the number of images.

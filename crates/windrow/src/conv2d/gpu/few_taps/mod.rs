@@ -148,6 +148,7 @@ impl Method for FewTapsMethod {
             .map(|(&size, stride)| size.saturating_sub(1).saturating_mul(stride.unsigned_abs()))
             .fold(0, usize::saturating_add);
         p.groups == 1
+            && task.frames.is_none()
             && (1..=MAX_TAPS).contains(&p.taps())
             && near(0, p.r)
             && near(1, p.s)

@@ -5,6 +5,7 @@
 //
 //                      rows          columns    depth            a               b
 //     FORWARD          n, oh, ow     k          r, s, c          x, gathered     w
+//     with FRAMES      ot, oh, ow    k          kt, r, s, c      x, gathered     w
 //     BACKWARD_DATA    n, h, w       c          r, s, k          dy, gathered    w
 //     BACKWARD_WEIGHT  k             c, r, s    n, oh, ow        dy              x, gathered
 //
@@ -12,7 +13,7 @@
 // the type. The weight gradient is split over images; im2col_gemm_sum.cu adds the parts in a fixed order.
 //
 // Constants: ELEMENT_*, PROBLEM, ALONG_ROWS (neighbouring lanes load neighbouring rows of a, otherwise neighbouring
-// depth), EPILOGUE, RESIDUAL.
+// depth), FRAMES (images are frames of a video), EPILOGUE, RESIDUAL.
 
 #include "conv2d.cuh"
 
@@ -45,7 +46,8 @@ struct Params {
     int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
     int images_per_part;
     int first_group;
-    Divisor channels_by, s_by, out_width_by;
+    Divisor channels_by, s_by, out_width_by, r_by;
+    Frames frames;
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -66,18 +68,24 @@ __device__ __forceinline__ bool position(const Params& p, int i, int j, int r, i
 
 struct Tap {
     int c, r, s;
-    // From depth (r, s, c).
+    int frame = 0; // of the filter
+    // From depth (frame, r, s, c).
     __device__ __forceinline__ Tap(const Params& p, int d) {
         const int rs = p.channels_by.divide(d);
         c = d - rs * static_cast<int>(p.channels_by.value);
         r = p.s_by.divide(rs);
         s = rs - r * static_cast<int>(p.s_by.value);
+#if FRAMES
+        frame = p.r_by.divide(r);
+        r -= frame * p.r;
+#endif
     }
 };
 
 // Output position of a row.
 struct Row {
     const Element* image;
+    int channel; // the first one of its group
     int n, i, j;
     bool exists;
 
@@ -87,6 +95,7 @@ struct Row {
         const i64 rest = row / p.out_width;
         i = static_cast<int>(rest % p.out_height);
         n = static_cast<int>(rest / p.out_height);
+        channel = group * p.channels;
         image = p.image + n * p.image_n + group * static_cast<i64>(p.channels) * p.image_c;
     }
 };
@@ -113,7 +122,17 @@ __device__ __forceinline__ Element load_a(const Params& p, const Row& row, int d
     const Tap tap(p, d);
     int y, x;
     if (!row.exists || d >= p.depth || !position(p, row.i, row.j, tap.r, tap.s, y, x)) return from_float(0);
+#if FRAMES
+    bool is_initial;
+    const Frames& f = p.frames;
+    const Element* const frame = f.find(p.image, f.number(row.n, tap.frame), is_initial);
+    if (frame == nullptr) return from_float(0);
+    const int c = row.channel + tap.c;
+    return is_initial ? frame[c * f.initial_c + y * f.initial_h + x * f.initial_w]
+                      : frame[c * p.image_c + y * p.image_h + x * p.image_w];
+#else
     return row.image[tap.c * p.image_c + y * p.image_h + x * p.image_w];
+#endif
 }
 
 __device__ __forceinline__ Element load_b(const Params& p, int group, int d, int column) {
@@ -124,7 +143,8 @@ __device__ __forceinline__ Element load_b(const Params& p, int group, int d, int
 #else
     const i64 k = group * static_cast<i64>(p.channels) + tap.c, c = column;
 #endif
-    return p.other[k * p.other_k + c * p.other_c + tap.r * p.other_r + tap.s * p.other_s];
+    const Element* const other = FRAMES ? p.other + tap.frame * p.frames.filter_t : p.other;
+    return other[k * p.other_k + c * p.other_c + tap.r * p.other_r + tap.s * p.other_s];
 }
 
 #endif

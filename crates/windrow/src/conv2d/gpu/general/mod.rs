@@ -1,13 +1,18 @@
 //! The algorithms that compute every convolution and its data gradient: a product of gathered
 //! matrices, and plain sums (`im2col_gemm.cu`, `direct.cu`).
 
+mod filter;
+
+pub(super) use self::filter::DenseFilter;
 use super::chips::{Plain, Rates};
 use super::method::{About, Method};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
 use super::shape::{ConvShape, Output};
+use super::shared::frames::FrameParams;
 use super::shared::parameters::{THREADS, one_thread_each};
 use super::task::Task;
-use super::{ALIGNMENT, Divisor, kernel, source, strides, with_epilogue};
+use super::{Divisor, kernel, source, strides, with_epilogue};
+use crate::conv2d::frame_reads::FrameReads;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -15,7 +20,6 @@ use crate::{DType, Result, TensorDesc};
 
 pub(super) static PRODUCT: Source = source!("im2col_gemm.cu");
 static PLAIN: Source = source!("direct.cu");
-static PACK_FILTER: Source = source!("pack_filter.cu");
 
 /// Rows and columns of a block of the product.
 pub(super) const BLOCK: usize = 64;
@@ -47,7 +51,10 @@ pub(super) static DIRECT: Everything = Everything {
     about: &About {
         algorithms: &[Conv2dAlgorithm::Direct],
         domain: "computes everything",
-        kernels: &["direct.cu conv2d_direct_{f32,f16,bf16} TRANSPOSED={0,1} CHANNELS_INNER={0,1}"],
+        kernels: &[
+            "direct.cu conv2d_direct_{f32,f16,bf16} TRANSPOSED={0,1} CHANNELS_INNER={0,1}",
+            "direct.cu conv2d_direct_{f32,f16,bf16} FRAMES=1 CHANNELS_INNER={0,1} by:conv3d",
+        ],
         parameters: &[],
     },
 };
@@ -60,6 +67,7 @@ pub(super) static IM2COL_GEMM: Everything = Everything {
         domain: "computes everything",
         kernels: &[
             "im2col_gemm.cu conv2d_im2col_gemm_{f32,f16,bf16} PROBLEM={0,1} ALONG_ROWS={0,1}",
+            "im2col_gemm.cu conv2d_im2col_gemm_{f32,f16,bf16} FRAMES=1 ALONG_ROWS={0,1} by:conv3d",
             "pack_filter.cu conv2d_pack_filter_{f32,f16,bf16}",
         ],
         parameters: &[],
@@ -101,6 +109,7 @@ pub(crate) struct General {
     filter: DenseFilter,
     spec: Conv2dSpec,
     problem: Problem,
+    frames: Option<FrameReads>,
 }
 
 impl General {
@@ -112,14 +121,17 @@ impl General {
         direction: Direction,
         channels_last: bool,
     ) -> Result<Self> {
-        let Task { spec, problem, .. } = *task;
+        let Task { spec, problem, frames, .. } = *task;
+        let kernel = FrameParams::defined(kernel_spec(spec, sums, direction), frames.as_ref());
+        let filter = DenseFilter::new(gpu, spec, problem, channels_last)?;
         Ok(General {
             sums,
             direction,
-            kernel: gpu.kernel(&kernel_spec(spec, sums, direction))?,
-            filter: DenseFilter::new(gpu, spec, problem, channels_last)?,
+            kernel: gpu.kernel(&kernel)?,
+            filter: filter.with_frames(frames.as_ref()),
             spec: spec.clone(),
             problem: *problem,
+            frames,
         })
     }
 
@@ -131,6 +143,11 @@ impl General {
             Direction::Forward => [x, y],
             Direction::BackwardData => [y, x],
         }
+    }
+
+    fn frame_params(&self, operands: &Operands) -> FrameParams {
+        let filter = self.filter.frame_elements();
+        FrameParams::new(self.frames.as_ref(), operands.initial, filter)
     }
 
     /// # Safety
@@ -158,9 +175,10 @@ impl General {
             rows: rows as i64,
             bias_is_float: to.bias_is_float,
             columns: columns as i32,
-            depth: (channels * p.r * p.s) as i32,
+            depth: (channels * p.frames.kt * p.r * p.s) as i32,
             other_channels: columns as i32,
             images_per_part: p.n as i32,
+            frames: self.frame_params(&operands),
             ..Im2colParams::new(p, image, out, channels)
         };
         let grid = [rows.div_ceil(BLOCK) as u32, columns.div_ceil(BLOCK) as u32];
@@ -200,6 +218,7 @@ impl General {
             out_group: out_group as i32,
             r: p.r as i32,
             s: p.s as i32,
+            frames: self.frame_params(&operands),
         };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.kernel.launch(stream, one_thread_each(elements), &params) }
@@ -310,6 +329,8 @@ params! {
         channels_by: Divisor,
         s_by: Divisor,
         out_width_by: Divisor,
+        r_by: Divisor,
+        frames: FrameParams,
     }
 }
 
@@ -350,6 +371,8 @@ impl Im2colParams {
             channels_by: Divisor::new(channels.max(1)),
             s_by: Divisor::new(p.s),
             out_width_by: Divisor::new(out.shape()[3].max(1)),
+            r_by: Divisor::new(p.r),
+            frames: FrameParams::NONE,
         }
     }
 }
@@ -364,94 +387,13 @@ params! {
         out_group: i32,
         r: i32,
         s: i32,
+        frames: FrameParams,
     }
-}
-
-/// A filter copied to [k, r, s, c], or to [k, c, r, s].
-#[derive(Debug)]
-pub(super) struct DenseFilter {
-    kernel: &'static Kernel,
-    dtype: DType,
-    strides: [i64; 4],
-    /// k, c, r, s
-    shape: [usize; 4],
-    channels_last: bool,
-}
-
-params! {
-    struct FilterParams {
-        w: *const u8,
-        out: *mut u8,
-        strides as [w_k, w_c, w_r, w_s]: [i64; 4],
-        elements: i64,
-        c: i32,
-        r: i32,
-        s: i32,
-    }
-}
-
-impl DenseFilter {
-    pub(super) fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        p: &Problem,
-        channels_last: bool,
-    ) -> Result<Self> {
-        let dtype = spec.w.dtype;
-        let kernel = gpu.kernel(&pack_kernel(dtype))?;
-        let shape = [p.k, p.c_group(), p.r, p.s];
-        Ok(DenseFilter { kernel, dtype, strides: strides(&spec.w), shape, channels_last })
-    }
-
-    fn elements(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    /// True if the filter has the layout that its copy would have.
-    pub(super) fn is_packed(&self) -> bool {
-        let dense = self.packed_strides();
-        (0..4).all(|d| self.shape[d] == 1 || self.strides[d] == dense[d])
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        (self.elements() * self.dtype.size()).next_multiple_of(ALIGNMENT)
-    }
-
-    /// Strides along k, c, r, s of the copy.
-    fn packed_strides(&self) -> [i64; 4] {
-        let [_, c, r, s] = self.shape.map(|d| d as i64);
-        if self.channels_last { [r * s * c, 1, s * c, c] } else { [c * r * s, r * s, s, 1] }
-    }
-
-    /// # Safety
-    /// As [`Prepared::pack`].
-    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
-        let ([k_stride, c_stride, r_stride, s_stride], [_, c, r, s]) = (self.strides, self.shape);
-        // The kernel's innermost dimension of the copy is c, then come s and r.
-        let (strides, [c, r, s]) = match self.channels_last {
-            true => (self.strides, [c, r, s]),
-            false => ([k_stride, s_stride, c_stride, r_stride], [s, c, r]),
-        };
-        let params = FilterParams {
-            w,
-            out: packed,
-            strides,
-            elements: self.elements() as i64,
-            c: c as i32,
-            r: r as i32,
-            s: s as i32,
-        };
-        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { self.kernel.launch(stream, one_thread_each(self.elements()), &params) }
-    }
-}
-
-fn pack_kernel(dtype: DType) -> KernelSpec {
-    kernel(&PACK_FILTER, "pack_filter", dtype).params::<FilterParams>()
 }
 
 #[cfg(test)]
 mod tests {
+    use super::filter::pack_kernel;
     use super::*;
     use crate::conv2d::gpu::{test_specs, with_largest_epilogue};
 
@@ -461,7 +403,9 @@ mod tests {
         for spec in test_specs() {
             let forward = with_largest_epilogue(spec.clone());
             for method in [Sums::Direct, Sums::Im2colGemm] {
-                kernels.push(kernel_spec(&forward, method, Direction::Forward));
+                let forward = kernel_spec(&forward, method, Direction::Forward);
+                kernels.push(forward.clone().define("FRAMES", 1));
+                kernels.push(forward);
                 kernels.push(kernel_spec(&spec, method, Direction::BackwardData));
             }
             kernels.push(pack_kernel(spec.x.dtype));

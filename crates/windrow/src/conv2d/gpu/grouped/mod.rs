@@ -80,6 +80,7 @@ impl Method for GroupedMethod {
             [p.n, p.k, p.oh, p.ow].iter().fold(1usize, |all, &size| all.saturating_mul(size));
         let taps = if p.c_group() == 1 { MAX_TAPS } else { MAX_FEW_TAPS };
         p.groups > 1
+            && task.frames.is_none()
             && (1..=MAX_CHANNELS).contains(&p.c_group())
             && p.k > 0
             && p.r * p.s <= taps

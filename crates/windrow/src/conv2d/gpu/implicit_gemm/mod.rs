@@ -136,7 +136,8 @@ impl Method for ImplicitGemmMethod {
             .map(|d| padded(d).saturating_mul(spec.x.strides()[d].unsigned_abs()))
             .fold(0, usize::saturating_add);
         let pixels = p.n.saturating_mul(image_pixels(task));
-        Cut::all(spec, p).next().is_some()
+        task.frames.is_none()
+            && Cut::all(spec, p).next().is_some()
             && p.c > 0
             && p.k > 0
             && near(p.h, 0, p.r)
@@ -322,7 +323,7 @@ impl Prepared for ImplicitGemm {
         self.input.as_ref().map_or(0, Input::copy_bytes)
     }
 
-    fn scratch_bytes_for(&self, x: *const u8) -> usize {
+    fn scratch_bytes_for(&self, x: *const u8, _initial: Option<*const u8>) -> usize {
         let is_copied = |input: &&Input| !(self.copies_nothing(input) && is_aligned(x));
         self.input.as_ref().filter(is_copied).map_or(0, Input::copy_bytes)
     }

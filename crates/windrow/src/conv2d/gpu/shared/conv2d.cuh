@@ -54,6 +54,33 @@ struct ConvShape : Output {
     int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
 };
 
+// The frames of a video that the images of y read, as in frames.rs. Kernels read them if FRAMES is 1.
+#ifndef FRAMES
+#define FRAMES 0
+#endif
+struct Frames {
+    const Element* initial; // the frames before the first one
+    i64 x_t;                // strides in elements
+    i64 initial_t, initial_c, initial_h, initial_w;
+    i64 filter_t;
+    int t, kt;              // frames of x and of the filter
+    int stride, padding, dilation;
+    int repeats;            // frames before the first one are copies of it
+    int initial_count;      // 0 if there are no initial frames
+
+    // The frame of x that an image of y reads through a frame of the filter.
+    __device__ __forceinline__ int number(int image, int tap) const { return image * stride + tap * dilation - padding; }
+
+    // The place of a frame of x, also of one before the first or after the last one; null for zeros.
+    __device__ __forceinline__ const Element* find(const Element* x, int number, bool& is_initial) const {
+        is_initial = false;
+        if (number >= t) return nullptr;
+        if (number >= 0 || repeats) return x + max(number, 0) * x_t;
+        is_initial = initial_count > 0;
+        return is_initial ? initial + (initial_count + number) * initial_t : nullptr;
+    }
+};
+
 // The address of the residual that is added at `to` of y.
 __device__ __forceinline__ const Element* beside(const Element* residual, const Element* y, const Element* to) {
     return residual + (to - y);

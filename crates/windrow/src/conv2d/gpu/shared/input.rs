@@ -78,6 +78,11 @@ impl Input {
         channels(&self.spec)
     }
 
+    /// The strides of the images.
+    pub(crate) fn strides(&self) -> &[isize] {
+        self.spec.x.strides()
+    }
+
     /// Images that are copied at a time.
     pub(crate) fn copied_images(&self) -> usize {
         self.images

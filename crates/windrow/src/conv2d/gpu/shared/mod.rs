@@ -2,6 +2,7 @@
 //! x.
 
 pub(super) mod facts;
+pub(super) mod frames;
 pub(super) mod input;
 pub(super) mod matrix;
 pub(super) mod packs;
@@ -18,6 +19,8 @@ pub(super) const ALIGNMENT: usize = 256;
 
 /// Variants of the kernels here.
 pub(super) const KERNELS: &[&str] = &[
+    "final_frames.cu conv2d_final_frames_{f32,f16,bf16} CHANNELS_INNER={0,1} by:conv3d",
+    "frame_max.cu conv2d_frame_max_f32 by:conv3d sm_90",
     "image_max.cu conv2d_image_max_f32",
     "pack_input.cu conv2d_winograd_row_input_{f32,f16,bf16} sm_90",
 ];

@@ -48,7 +48,7 @@ impl Method for WinogradGemmMethod {
     fn computes(&self, task: &Task<'_>) -> bool {
         let Task { spec, problem, .. } = task;
         let counted = spec.x.dtype != DType::F32 || ImageMax::supports(&spec.x);
-        problem.is_winograd() && problem.c > 0 && counted
+        problem.is_winograd() && problem.c > 0 && counted && task.frames.is_none()
     }
 
     /// The library chooses the kernel of the products by the number of tiles.

@@ -139,7 +139,7 @@ impl WinogradGemm {
     /// The division by the configuration. The cost model chooses the parameters that the configuration leaves open.
     /// Packed filter and scratch memory together stay within the options' memory, if that is given.
     fn cut(task: &Task<'_>) -> Cut {
-        let Task { chip, spec, problem, configuration, options } = task;
+        let Task { chip, spec, problem, configuration, options, .. } = task;
         let tile = tile_of(task);
         let room = options.memory.map(|memory| pieces::tiles(task, tile, memory));
         let stages = stages(spec);
@@ -329,7 +329,8 @@ impl Prepared for WinogradGemm {
         let [bias, residual] =
             [&bias, &residual].map(|t| t.as_ref().map(|tensor| tensor.as_ref().as_ptr()));
         let (y, scratch_at) = (y.as_mut()?.as_mut_ptr(), scratch.as_mut_ptr());
-        let operands = Operands { x: x.as_ptr(), bias, residual, y, scratch: scratch_at };
+        let operands =
+            Operands { x: x.as_ptr(), bias, residual, initial: None, y, scratch: scratch_at };
         // SAFETY: the views agree with the spec, and the memory is as large as asked for.
         unsafe {
             let to = PackTo { memory: packed.as_mut_ptr(), ticket: None };

@@ -14,7 +14,7 @@ pub(crate) const PAIR_COLUMNS: usize = 6;
 /// Inputs beyond the outputs of a row of tiles, in both directions.
 const HALO: usize = 2;
 /// Bytes of one pixel in a stage, and after which the swizzle repeats.
-const PIXEL_BYTES: usize = 64;
+pub(super) const PIXEL_BYTES: usize = 64;
 const SWIZZLE_BYTES: usize = 512;
 /// Larger stages leave too little shared memory for the filter.
 const MAX_STAGE_BYTES: usize = 26_000;

@@ -5,8 +5,9 @@ use super::sizes::Sizes;
 use super::{
     ALPHA, BLOCK_K, INNER, LAST_POINT, TAPS, TILE, TRANSFORMS, WinogradRow, exponent, filter_kernel,
 };
-use crate::conv2d::gpu::input::copy_kernel;
+use crate::conv2d::gpu::input::{Input, copy_kernel};
 use crate::conv2d::gpu::shape::Output;
+use crate::conv2d::gpu::shared::frames::FrameParams;
 use crate::conv2d::gpu::shared::matrix::{float, matrix, row};
 use crate::conv2d::gpu::{Divisor, Operands, kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -59,6 +60,22 @@ params! {
         u_resident: i32,
         paired_out: i32,
     }
+
+    struct VideoParams: FusedParams {
+        initial: TensorMap,
+        frames: FrameParams,
+        frame_steps: i32,
+    }
+}
+
+/// The images of a launch.
+pub(super) struct Piece {
+    pub(super) x: TensorMap,
+    pub(super) x_max: *const u8,
+    pub(super) sums: *mut u8,
+    pub(super) n: usize,
+    /// Of a video, the initial frames and the frames that images read.
+    pub(super) video: Option<(TensorMap, FrameParams)>,
 }
 
 impl Fused {
@@ -87,12 +104,12 @@ impl Fused {
         let resident = all <= room(input_stages);
         let filter_stages = if resident { all } else { room(input_stages).min(MAX_FILTER_STAGES) };
         let shared = fixed(input_stages) + filter_stages * per_stage;
-        let fused = fused_kernel(dtype, sizes.products, vectors, &geometry, input_stages)
+        let fused = fused_kernel(dtype, sizes, vectors, &geometry, input_stages)
             .shared_bytes(shared as u32);
         // Every plan needs the others, too.
         let [kernel, ..] = gpu.kernels([
             &with_epilogue(fused, spec),
-            &filter_kernel(dtype, sizes.products),
+            &filter_kernel(dtype, sizes),
             &copy_kernel(dtype, 1),
         ])?;
         Ok(Fused { kernel, geometry, filter_stages, resident })
@@ -113,9 +130,15 @@ impl Fused {
         )
     }
 
-    pub(super) fn map_of_x(&self, plan: &WinogradRow, x: *const u8, n: usize) -> Result<TensorMap> {
+    pub(super) fn map_of_x(
+        &self,
+        plan: &WinogradRow,
+        input: &Input,
+        x: *const u8,
+        n: usize,
+    ) -> Result<TensorMap> {
         let p = &plan.problem;
-        let s = plan.spec.x.strides();
+        let s = input.strides();
         self.map(plan, x, [p.c, p.w, p.h, n], [s[3], s[2], s[0]].map(|s| s as usize))
     }
 
@@ -143,18 +166,14 @@ impl Fused {
     }
 
     /// # Safety
-    /// As [`WinogradRow::run`], for `n` images.
-    #[expect(clippy::too_many_arguments, reason = "one launch, called once")]
+    /// As [`WinogradRow::run`], for the images of the piece.
     pub(super) unsafe fn launch(
         &self,
         plan: &WinogradRow,
         stream: &Stream,
-        x: TensorMap,
         packed: *const u8,
         operands: Operands,
-        x_max: *const u8,
-        sums: *mut u8,
-        n: usize,
+        Piece { x, x_max, sums, n, video }: Piece,
     ) -> Result<()> {
         let (p, g) = (&plan.problem, &self.geometry);
         let units = g.units(n, p.ow);
@@ -196,7 +215,13 @@ impl Fused {
             blocks = (blocks / plan.sizes.k_blocks()).max(1) * plan.sizes.k_blocks();
         }
         let launch = Launch::line(blocks, 384);
-        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        let Some((initial, frames)) = video else {
+            // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+            return unsafe { self.kernel.launch(stream, launch, &params) };
+        };
+        let frame_steps = plan.sizes.frame_steps() as i32;
+        let params = VideoParams { base: params, initial, frames, frame_steps };
+        // SAFETY: as above.
         unsafe { self.kernel.launch(stream, launch, &params) }
     }
 }
@@ -204,16 +229,20 @@ impl Fused {
 /// The fused kernel without its epilogue and shared memory.
 fn fused_kernel(
     dtype: DType,
-    products: usize,
+    sizes: &Sizes,
     vectors: bool,
     g: &Geometry,
     input_stages: usize,
 ) -> KernelSpec {
     let bits: Vec<_> = g.pair_bits.iter().map(usize::to_string).collect();
-    let mut spec = kernel(&FUSED, "winograd_row", dtype)
+    let spec = kernel(&FUSED, "winograd_row", dtype);
+    let mut spec = match sizes.is_video() {
+        true => spec.define("FRAMES", 1).params::<VideoParams>(),
+        false => spec.params::<FusedParams>(),
+    };
+    spec = spec
         .needs(Feature::WarpgroupProducts)
-        .define("PRODUCTS", products)
-        .params::<FusedParams>()
+        .define("PRODUCTS", sizes.products)
         .define("CHANNELS_LAST_OUT", i32::from(vectors))
         .define("PAIRS_X", g.pairs_x)
         .define("PIXEL_PITCH", g.pitch)
@@ -234,9 +263,11 @@ fn fused_kernel(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::conv2d::frame_reads::FrameReads;
+    use crate::conv2d::gpu::task::Task;
     use crate::conv2d::{Conv2dParams, Conv2dSpec};
     use crate::gpu::compile_tests::check_spills;
-    use crate::{Activation, Approximate, TensorDesc};
+    use crate::{Accuracy, Activation, Approximate, TensorDesc};
 
     /// 160 accumulators leave no register free; the most is spilled where outputs are activated. Registers taken from the
     /// producer cost more than spills do (docs/notes/conv2d-cuda.md), so each kind has a limit, in bytes, instead of none.
@@ -256,12 +287,23 @@ mod tests {
             let stages = if dtype == DType::F32 { 2 } else { 3 };
             let x = TensorDesc::contiguous(dtype, &[1, 16, 8, 8]).unwrap();
             let w = TensorDesc::contiguous(dtype, &[16, 16, 3, 3]).unwrap();
-            let plain = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
+            let accuracy = if products == 3 { Accuracy::Fp32 } else { Accuracy::Half };
+            let params = Conv2dParams { accuracy, ..Conv2dParams::default() };
+            let plain = Conv2dSpec::new(x, w, &params).unwrap();
+            let problem = plain.problem().unwrap();
+            let task = Task::on_h200(&plain, &problem);
+            let videos = [None, Some(FrameReads::EXAMPLE)];
+            let sizes = videos.map(|reads| Sizes::new(&task.with_frames(reads)));
+            assert_eq!(sizes[0].products, products);
             let gelu = plain.clone().with_activation(Activation::Gelu(Approximate::None));
             let added = plain.clone().with_activation(Activation::Relu).with_residual(true);
             for (spec, most) in [(plain, most), (gelu, most), (added, most_added)] {
-                let kernel = fused_kernel(dtype, products, vectors, &geometry, stages);
-                check_spills(&with_epilogue(kernel, &spec), (9, 0), most);
+                for sizes in &sizes {
+                    // The producer of a video spills one word, before its loops.
+                    let most = most + 4 * u32::from(sizes.is_video());
+                    let kernel = fused_kernel(dtype, sizes, vectors, &geometry, stages);
+                    check_spills(&with_epilogue(kernel, &spec), (9, 0), most);
+                }
             }
         }
     }

@@ -4,24 +4,26 @@
 mod geometry;
 mod kernel;
 mod sizes;
+mod video;
 
 use self::geometry::Geometry;
-use self::kernel::Fused;
+use self::kernel::{Fused, Piece};
 use self::sizes::Sizes;
+use self::video::VideoInput;
 use super::ALIGNMENT;
 use super::facts::{has_vectors, is_strict, may_transform, packed_parts};
 use super::input::{Input, is_aligned, most_images};
 use super::method::{About, Method, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
 use super::shared::matrix::matrix;
-use super::split::{self, ImageMax, exponent};
+use super::split::{self, exponent};
 use super::task::Task;
 use super::{Seen, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
-use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorMap, params};
 use crate::try_once_lock::TryOnceLock;
 use crate::{DType, Result};
 
@@ -57,7 +59,10 @@ pub(crate) struct WinogradRow {
     spec: Conv2dSpec,
     problem: Problem,
     sizes: Sizes,
+    /// The images of y of a launch if x is copied.
+    images: usize,
     input: Input,
+    video: Option<VideoInput>,
     /// True if the layout of y allows vector stores at an aligned address.
     vectors: bool,
     pack_filter: &'static Kernel,
@@ -77,6 +82,9 @@ params! {
         c: i32,
         steps: i32,
         shrinkage: f32,
+        frame_stride as [w_t]: i64,
+        frames: i32,
+        frame_steps: i32,
     }
 }
 
@@ -93,6 +101,10 @@ impl Method for WinogradRowMethod {
                 "winograd_pack_filter.cu conv2d_winograd_row_filter_{f16,bf16} PRODUCTS=1 sm_90",
                 "winograd_row.cu conv2d_winograd_row_f32 PRODUCTS={1,3} CHANNELS_LAST_OUT={0,1} sm_90",
                 "winograd_row.cu conv2d_winograd_row_{f16,bf16} PRODUCTS=1 CHANNELS_LAST_OUT={0,1} sm_90",
+                "winograd_pack_filter.cu conv2d_winograd_row_filter_f32 PRODUCTS={1,3} FRAMES=1 by:conv3d sm_90",
+                "winograd_pack_filter.cu conv2d_winograd_row_filter_{f16,bf16} PRODUCTS=1 FRAMES=1 by:conv3d sm_90",
+                "winograd_row.cu conv2d_winograd_row_f32 PRODUCTS={1,3} CHANNELS_LAST_OUT={0,1} FRAMES=1 by:conv3d sm_90",
+                "winograd_row.cu conv2d_winograd_row_{f16,bf16} CHANNELS_LAST_OUT={0,1} FRAMES=1 by:conv3d sm_90",
             ],
             parameters: &[],
         }
@@ -100,7 +112,7 @@ impl Method for WinogradRowMethod {
 
     fn computes(&self, task: &Task<'_>) -> bool {
         let p = task.problem;
-        p.is_winograd() && ![p.c, p.h, p.w].contains(&0)
+        p.is_winograd() && ![p.c, p.h, p.w, p.frames.t].contains(&0)
     }
 
     fn runs_on(&self, gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
@@ -116,7 +128,7 @@ impl Method for WinogradRowMethod {
     }
 
     fn pair_bytes(&self, task: &Task<'_>) -> usize {
-        2 * TAPS * ALPHA * packed_parts(task.spec)
+        2 * TAPS * ALPHA * packed_parts(task.spec) * task.problem.frames.kt
     }
 
     fn least_bytes(&self, task: &Task<'_>) -> usize {
@@ -152,7 +164,7 @@ pub(super) fn micros(task: &Task<'_>) -> f64 {
     };
     // Pixels that are not whole vectors are copied, and stored element by element.
     let slower = is_channels_last(&spec.y.layout) && !has_vectors(spec, p);
-    let micros = rates.launch + step * rounds(task) * p.c.div_ceil(16) as f64;
+    let micros = rates.launch + step * rounds(task) * Sizes::new(task).steps() as f64;
     if slower { rates.unaligned * micros } else { micros }
 }
 
@@ -182,10 +194,18 @@ impl WinogradRow {
     /// The method; packed filter and workspace together stay within the options' memory, if that is given and is enough
     /// for one image.
     fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
-        let Task { spec, problem, .. } = *task;
+        let Task { spec, problem, frames, .. } = *task;
         let sizes = Sizes::new(task);
-        let room = task.options.memory.map(|memory| memory.saturating_sub(sizes.bytes(spec)));
-        let images = sizes.images_of_a_piece(spec, problem, most_images(spec, room));
+        let video = frames.map(|reads| VideoInput::new(gpu, (spec, problem), reads)).transpose()?;
+        // What is read: the images themselves, or the frames of a video.
+        let read = match &video {
+            Some(video) => &video.spec_of_x(spec)?,
+            None => spec,
+        };
+        let used = sizes.bytes() + video.as_ref().map_or(0, VideoInput::copy_bytes);
+        let room = task.options.memory.map(|memory| memory.saturating_sub(used));
+        let most = sizes.images_with(most_images(read, room));
+        let images = sizes.images_of_a_piece(spec, problem, most);
         let vectors = stores_vectors(spec, problem);
         let fused = [TryOnceLock::default(), TryOnceLock::default()];
         fused[usize::from(vectors)].get(|| Fused::new(gpu, (spec, problem), &sizes, vectors))?;
@@ -194,9 +214,11 @@ impl WinogradRow {
             spec: spec.clone(),
             problem: *problem,
             sizes,
-            input: Input::new(gpu, spec, problem, images)?,
+            images,
+            input: Input::new(gpu, read, problem, sizes.copied(images))?,
+            video,
             vectors,
-            pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, sizes.products))?,
+            pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, &sizes))?,
             fused,
         })
     }
@@ -219,16 +241,21 @@ impl Prepared for WinogradRow {
     }
 
     fn scratch_bytes(&self) -> usize {
-        ImageMax::bytes(&self.spec.x) + self.sizes.sums_bytes() + self.input.copy_bytes()
+        let initial = self.video.as_ref().map_or(0, VideoInput::copy_bytes);
+        self.sizes.max_bytes() + self.sizes.sums_bytes() + initial + self.input.copy_bytes()
     }
 
-    fn scratch_bytes_for(&self, x: *const u8) -> usize {
-        let is_copied = !(self.input.in_place && is_aligned(x));
-        self.scratch_bytes() - if is_copied { 0 } else { self.input.copy_bytes() }
+    fn scratch_bytes_for(&self, x: *const u8, initial: Option<*const u8>) -> usize {
+        let video = self.video.as_ref();
+        let reads_initial = video.is_none_or(|video| video.reads_in_place(initial));
+        let reads_in_place = self.input.in_place && is_aligned(x) && reads_initial;
+        let copies = self.input.copy_bytes() + video.map_or(0, VideoInput::copy_bytes);
+        self.scratch_bytes() - if reads_in_place { copies } else { 0 }
     }
 
     fn packed_form(&self) -> PackedForm {
-        PackedForm::new("winograd_row", self.spec.x.dtype, self.sizes.products, 0)
+        let order = usize::from(self.sizes.is_video());
+        PackedForm::new("winograd_row", self.spec.x.dtype, self.sizes.products, order)
     }
 
     /// An operand is rounded to f16 or bf16 up to three times: twice in the input transform, once in the filter's. The
@@ -274,6 +301,9 @@ impl Prepared for WinogradRow {
             c: self.problem.c as i32,
             steps: self.sizes.steps() as i32,
             shrinkage: self.sizes.shrinkage() as f32,
+            frame_stride: self.video.as_ref().map_or(0, |video| video.reads.filter as i64),
+            frames: self.sizes.frames() as i32,
+            frame_steps: self.sizes.frame_steps() as i32,
         };
         let launch = Launch::line(self.sizes.k_blocks() * BLOCK_K, 256);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
@@ -281,41 +311,71 @@ impl Prepared for WinogradRow {
     }
 
     unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
-        let (p, input) = (&self.problem, &self.input);
-        let x_max = operands.scratch;
-        let sums = x_max.wrapping_add(ImageMax::bytes(&self.spec.x));
+        if let Some(video) = &self.video {
+            // SAFETY: the caller's promise.
+            return unsafe { self.run_video(video, stream, packed, operands) };
+        }
+        let p = &self.problem;
+        let (x_max, sums) =
+            (operands.scratch, operands.scratch.wrapping_add(self.sizes.max_bytes()));
         let copy = sums.wrapping_add(self.sizes.sums_bytes());
-        let in_place = input.in_place && is_aligned(operands.x);
         let fused = self.fused(self.vectors && operands.is_out_aligned(16))?;
-        let images =
-            if in_place { p.n } else { input.copied_images() }.min(fused.most_images(self));
-        for first in (0..p.n).step_by(images) {
-            let n = images.min(p.n - first);
+        for first in (0..p.n).step_by(self.images_of_a_launch(&fused, operands.x)) {
+            let n = self.images_of_a_launch(&fused, operands.x).min(p.n - first);
             let piece = operands.after_images(&self.spec, first);
             let x_max = x_max.wrapping_add(first * size_of::<u32>());
-            let map = if in_place {
-                // SAFETY: the caller's promise; the address is aligned.
-                unsafe { input.find_max(stream, piece.x, n, x_max)? };
-                fused.map_of_x(self, piece.x, n)?
-            } else {
-                // SAFETY: the caller's promise; `n` images fit the copy.
-                unsafe { input.copy(stream, piece.x, n, copy, x_max)? };
-                fused.map_of_copy(self, copy, n)?
-            };
-            // SAFETY: the caller's promise; the map is of x or of its copy, both of which have `n` images.
-            unsafe { fused.launch(self, stream, map, packed, piece, x_max, sums, n)? };
+            // SAFETY: the caller's promise; `n` images fit the copy. The map is of x or of its copy, both of which have
+            // `n` images.
+            unsafe {
+                let x = self.map(&fused, stream, &self.input, (piece.x, n), copy, x_max)?;
+                let images = Piece { x, x_max, sums, n, video: None };
+                fused.launch(self, stream, packed, piece, images)?;
+            }
         }
         Ok(())
     }
 }
 
+impl WinogradRow {
+    /// The images of y that a launch computes.
+    fn images_of_a_launch(&self, fused: &Fused, x: *const u8) -> usize {
+        let in_place = self.input.in_place && is_aligned(x);
+        if in_place { self.problem.n } else { self.images }.min(fused.most_images(self))
+    }
+
+    /// The map of `n` images at `x`, or of their copy at `copy`. For f32 their largest magnitudes go to `x_max`.
+    ///
+    /// # Safety
+    /// `x` must be images of the input, `copy` memory for their copy if they are not read in place, `x_max` `n` words for
+    /// f32.
+    unsafe fn map(
+        &self,
+        fused: &Fused,
+        stream: &Stream,
+        input: &Input,
+        (x, n): (*const u8, usize),
+        copy: *mut u8,
+        x_max: *mut u8,
+    ) -> Result<TensorMap> {
+        if input.in_place && is_aligned(x) {
+            // SAFETY: the caller's promise; the address is aligned.
+            unsafe { input.find_max(stream, x, n, x_max)? };
+            return fused.map_of_x(self, input, x, n);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { input.copy(stream, x, n, copy, x_max)? };
+        fused.map_of_copy(self, copy, n)
+    }
+}
+
 /// Transforms the filter.
-fn filter_kernel(dtype: DType, products: usize) -> KernelSpec {
+fn filter_kernel(dtype: DType, sizes: &Sizes) -> KernelSpec {
     let filter = kernel(&PACK_FILTER, "winograd_row_filter", dtype)
-        .define("PRODUCTS", products)
+        .define("PRODUCTS", sizes.products)
         .define("FILTER", matrix(&TRANSFORMS.g, ALPHA, TAPS))
         .params::<FilterParams>()
         .overlapped(false);
+    let filter = if sizes.is_video() { filter.define("FRAMES", 1) } else { filter };
     if dtype == DType::F32 {
         filter.define("FILTER_EXPONENT", exponent(&TRANSFORMS.g, 1))
     } else {
@@ -335,13 +395,23 @@ fn stores_vectors(spec: &Conv2dSpec, problem: &Problem) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conv2d::gpu::input;
+    use crate::Accuracy;
+    use crate::conv2d::frame_reads::FrameReads;
+    use crate::conv2d::gpu::{input, test_specs};
 
     #[test]
     fn kernels_of_the_operands_compile_without_spills() {
-        let filters = [(DType::F32, 1), (DType::F32, 3), (DType::F16, 1), (DType::BF16, 1)];
-        let mut specs: Vec<_> =
-            filters.map(|(dtype, products)| filter_kernel(dtype, products)).into();
+        let mut specs = Vec::new();
+        for spec in test_specs() {
+            let problem = spec.problem().unwrap();
+            for accuracy in [Accuracy::Fp32, Accuracy::Half] {
+                let spec = Conv2dSpec { accuracy, ..spec.clone() };
+                for reads in [None, Some(FrameReads::EXAMPLE)] {
+                    let task = Task::on_h200(&spec, &problem).with_frames(reads);
+                    specs.push(filter_kernel(spec.x.dtype, &Sizes::new(&task)));
+                }
+            }
+        }
         specs.extend([DType::F32, DType::F16, DType::BF16].into_iter().flat_map(input::kernels));
         crate::gpu::compile_tests::check_compiles(&specs);
     }

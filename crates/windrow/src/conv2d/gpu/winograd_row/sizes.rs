@@ -1,11 +1,15 @@
 //! Sizes of the memory that a convolution by this algorithm takes, and the number of images that it copies at a time.
 
+use super::geometry::PIXEL_BYTES;
 use super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
 use super::{ALIGNMENT, ALPHA, BLOCK_K, PART_BYTES, STEP_C, TAPS, TILE, stores_vectors};
+use crate::DType;
+use crate::conv2d::frame_reads::FrameReads;
 use crate::conv2d::gpu::facts::is_strict;
 use crate::conv2d::gpu::input;
-use crate::conv2d::gpu::split::{self, ImageMax};
+use crate::conv2d::gpu::split;
 use crate::conv2d::gpu::task::Task;
+use crate::conv2d::problem::Frames;
 use crate::conv2d::{Conv2dSpec, Problem};
 
 /// The properties on which sizes depend.
@@ -16,23 +20,73 @@ pub(super) struct Sizes {
     /// Three products of f16 parts for the accuracy of f32, otherwise one.
     pub(super) products: usize,
     multiprocessors: usize,
+    /// The images whose largest magnitude is needed: those of f32.
+    counted: usize,
+    /// The frames of a video, and the bytes of an element.
+    reads: Option<FrameReads>,
+    element: usize,
 }
 
 impl Sizes {
     pub(super) fn new(task: &Task<'_>) -> Self {
-        let Task { chip, problem, .. } = task;
-        let products = if is_strict(task.spec) { 3 } else { 1 };
+        let Task { chip, problem, spec, frames: reads, .. } = *task;
+        let products = if is_strict(spec) { 3 } else { 1 };
         let multiprocessors = chip.multiprocessors as usize;
-        Sizes { c: problem.c, k: problem.k, products, multiprocessors }
+        let counted = if spec.x.dtype == DType::F32 { problem.n } else { 0 };
+        let (c, k, element) = (problem.c, problem.k, spec.x.dtype.size());
+        Sizes { c, k, products, multiprocessors, counted, reads, element }
     }
 
-    /// Without the copy of x.
-    pub(super) fn bytes(&self, spec: &Conv2dSpec) -> usize {
-        self.packed_bytes() + ImageMax::bytes(&spec.x) + self.sums_bytes()
+    /// Without the copies of x and of the initial frames.
+    pub(super) fn bytes(&self) -> usize {
+        self.packed_bytes() + self.max_bytes() + self.sums_bytes()
+    }
+
+    /// Bytes of the largest magnitudes: of the images, and of the frames that they read.
+    pub(super) fn max_bytes(&self) -> usize {
+        let frames = match self.reads {
+            Some(reads) if self.counted > 0 => reads.initial_count() + reads.frames.t,
+            _ => 0,
+        };
+        ((self.counted + frames) * size_of::<u32>()).next_multiple_of(ALIGNMENT)
+    }
+
+    /// Steps of a frame of the filter; all of an image's filter. Those of a frame are whole stages.
+    pub(super) fn frame_steps(&self) -> usize {
+        let steps = self.c.div_ceil(STEP_C);
+        match self.reads {
+            Some(_) => steps.next_multiple_of(PIXEL_BYTES / self.element / STEP_C),
+            None => steps,
+        }
+    }
+
+    /// Frames of the filter.
+    pub(super) fn frames(&self) -> usize {
+        self.reads.map_or(1, |reads| reads.frames.kt)
     }
 
     pub(super) fn steps(&self) -> usize {
-        self.c.div_ceil(STEP_C)
+        self.frames() * self.frame_steps()
+    }
+
+    /// The images of x, or frames, that are copied for so many images of y.
+    pub(super) fn copied(&self, images: usize) -> usize {
+        let Some(FrameReads { frames, .. }) = self.reads else { return images };
+        (images.saturating_sub(1) * frames.stride + span(&frames)).min(frames.t)
+    }
+
+    /// The images of y for which at most so many images of x are copied, but at least one.
+    pub(super) fn images_with(&self, copied: usize) -> usize {
+        let Some(FrameReads { frames, .. }) = self.reads else { return copied };
+        match copied >= frames.t {
+            true => frames.ot,
+            false => copied.saturating_sub(span(&frames)) / frames.stride + 1,
+        }
+    }
+
+    /// True if images are the frames of a video.
+    pub(super) fn is_video(&self) -> bool {
+        self.reads.is_some()
     }
 
     pub(super) fn k_blocks(&self) -> usize {
@@ -56,7 +110,8 @@ impl Sizes {
         if self.products == 1 || steps <= UNFLUSHED {
             return steps.max(1);
         }
-        let most = (9.4 * (self.c as f64).sqrt() / STEP_C as f64) as usize;
+        let channels = (self.c * self.frames()) as f64;
+        let most = (9.4 * channels.sqrt() / STEP_C as f64) as usize;
         steps.div_ceil(steps.div_ceil(most.max(UNFLUSHED)))
     }
 
@@ -88,7 +143,8 @@ impl Sizes {
             true => 1,
             false => (pixels / of_image.max(1)).clamp(1, p.n.max(1)),
         };
-        self.bytes(spec) + images * input::image_bytes(spec)
+        let initial = self.reads.map_or(0, |reads| reads.initial_count());
+        self.bytes() + (self.copied(images) + initial) * input::image_bytes(spec)
     }
 
     /// The images to copy at a time, at most `most`, so that all pieces together take the fewest rounds of blocks.
@@ -112,4 +168,9 @@ impl Sizes {
         };
         (1..=most).min_by(|&a, &b| cost(a).total_cmp(&cost(b))).unwrap_or(most)
     }
+}
+
+/// The frames that one image reads, with those between them.
+fn span(frames: &Frames) -> usize {
+    (frames.kt - 1) * frames.dilation + 1
 }

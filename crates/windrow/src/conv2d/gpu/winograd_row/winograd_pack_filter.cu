@@ -6,7 +6,9 @@
 //
 // Output channels that have not changed since the filter was last packed are skipped.
 //
-// Constants: ELEMENT_*, PRODUCTS, FILTER (the transform), FILTER_EXPONENT for f32.
+// With FRAMES the steps of a frame of the filter follow those of the frame before; zeros fill up a frame's last step.
+//
+// Constants: ELEMENT_*, PRODUCTS, FRAMES, FILTER (the transform), FILTER_EXPONENT for f32.
 
 #include "conv2d.cuh"
 
@@ -22,6 +24,8 @@ struct Params {
     Seen seen;
     int k, c, steps;
     float shrinkage; // of sums of split numbers
+    i64 w_t;         // with FRAMES: stride of a frame
+    int frames, frame_steps;
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -31,17 +35,20 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     const int k = blockIdx.x, block = k / BLOCK_K, column = k % BLOCK_K;
     // The place of this channel in the product: see `channel_of` in winograd_row.cu.
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
-    const auto tap = [&](int c, int r, int s) -> float {
+    const auto tap = [&](int frame, int c, int r, int s) -> float {
         if (k >= p.k || c >= p.c) return 0;
-        return to_float(p.w[k * p.w_k + c * p.w_c + r * p.w_r + s * p.w_s]);
+        const Element* const w = FRAMES ? p.w + frame * p.w_t : p.w;
+        return to_float(w[k * p.w_k + c * p.w_c + r * p.w_r + s * p.w_s]);
     };
 
     const bool kept = p.seen.digests != nullptr;
     u32 mine = 0;
     Digest digest;
     if (k < p.k && (IS_F32 || kept)) {
-        for (int c = threadIdx.x; c < p.c; c += blockDim.x) {
-            const Element* w = p.w + k * p.w_k + c * p.w_c;
+        const int channels = FRAMES ? p.frames * p.c : p.c; // of all frames
+        for (int c = threadIdx.x; c < channels; c += blockDim.x) {
+            const int frame = FRAMES ? c / p.c : 0;
+            const Element* w = p.w + k * p.w_k + (FRAMES ? (c - frame * p.c) * p.w_c + frame * p.w_t : c * p.w_c);
             Element g[9];
 #pragma unroll
             for (int i = 0; i < 9; i++) g[i] = w[i / 3 * p.w_r + i % 3 * p.w_s];
@@ -62,14 +69,15 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
 
     for (int i = threadIdx.x; i < p.steps * TAPS_H * STEP_C; i += blockDim.x) {
         const int kk = i % STEP_C, row = i / STEP_C % TAPS_H, step = i / STEP_C / TAPS_H;
+        const int frame = FRAMES ? step / p.frame_steps : 0, step_of_frame = step - (FRAMES ? frame * p.frame_steps : 0);
 #ifdef ELEMENT_F32
-        const int channel = step * STEP_C + kk;
+        const int channel = step_of_frame * STEP_C + kk;
 #else
         // A thread of the product reads four neighbouring channels at once; the tensor core takes the first two of
         // them as columns 2q and 2q + 1, the others as 2q + 8 and 2q + 9.
-        const int channel = step * STEP_C + (kk % 8) / 2 * 4 + kk / 8 * 2 + kk % 2;
+        const int channel = step_of_frame * STEP_C + (kk % 8) / 2 * 4 + kk / 8 * 2 + kk % 2;
 #endif
-        const float g[3] = {tap(channel, row, 0), tap(channel, row, 1), tap(channel, row, 2)};
+        const float g[3] = {tap(frame, channel, row, 0), tap(frame, channel, row, 1), tap(frame, channel, row, 2)};
         const i64 at = (static_cast<i64>(block * p.steps + step) * TAPS_H + row) * ALPHA * PARTS * STEP_C * BLOCK_K +
                        kk / 8 * (8 * BLOCK_K) + n / 8 * 64 + n % 8 * 8 + kk % 8;
 #pragma unroll

@@ -13,6 +13,9 @@
 // A block has two consumer warpgroups, which multiply 64 tiles by 64 output channels each, and a producer warpgroup
 // that keeps two rings full: input boxes (per consumer) and transformed filter steps (shared by both).
 //
+// With FRAMES, images are the frames of a video. The sums run over the frames of the filter as well, one after the other:
+// only the producer knows which frame of x it brings.
+//
 // Constants: ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32; PRODUCTS 1 or 3 (operands split in two f16 parts); EPILOGUE;
 // RESIDUAL; CHANNELS_LAST_OUT 0 or 1; PAIRS_X, PIXEL_PITCH, PAIR_BITS (see `pair_of`); the transforms INPUT_INNER,
 // INPUT_POINT, INPUT_ROW, OUTPUT; INPUT_STAGES; for f32 INPUT_EXPONENT and FILTER_EXPONENT.
@@ -25,30 +28,71 @@
 // A ring's `empty` barriers lie this far after the `full` ones.
 constexpr int X_EMPTY = 2 * 8 * INPUT_STAGES;
 
+// How images of x follow each other: those of a video are its frames, which each tap of the filter reads further on.
+struct Reads {
+    int first;            // image of x that the first tap of an image of y reads
+    int taps, steps;      // frames of the filter, and steps of each
+    int of_tap, of_image; // distances between images of x
+
+    __device__ __forceinline__ Reads(const Params& p, int image) {
+#if FRAMES
+        first = p.frames.number(image, 0);
+        taps = p.frames.kt, steps = p.frame_steps;
+        of_tap = p.frames.dilation, of_image = p.frames.stride;
+#else
+        first = image;
+        taps = 1, steps = p.steps;
+        of_tap = 0, of_image = 1;
+#endif
+    }
+};
+
+// The copy of a box of an image of x or, before the first frame of a video, of what is read in its place.
+__device__ __forceinline__ void copy_input(const Params& p, u32 to, u32 barrier, int c, int x, int y, int image) {
+#if FRAMES
+    const bool is_initial = image < 0 && p.frames.initial_count > 0;
+    const int frame = is_initial ? image + p.frames.initial_count : p.frames.repeats ? max(image, 0) : image;
+    copy_box(to, is_initial ? &p.initial : &p.x, barrier, c, x, y, frame);
+#else
+    copy_box(to, &p.x, barrier, c, x, y, image);
+#endif
+}
+
+// Brings the input of a unit, for one tap and the channels of a stage.
+__device__ __forceinline__ void produce_stage(const Params& p, const Unit& unit, const Reads& reads, int image, int step,
+                                              u32 to, u32 bytes, u32 box_bytes, u32 barrier) {
+    const u32 end = to + bytes;
+    int row = unit.row;
+#pragma unroll 1
+    do {
+        copy_input(p, to, barrier, step * STEP_C, unit.x0 - p.pad_w, row - p.pad_h, image);
+        to += box_bytes;
+        row += p.box_rows;
+        if (row >= static_cast<int>(p.image_rows.value) + TAPS_H - 1) {
+            row = 0;
+            image += reads.of_image;
+        }
+    } while (to != end);
+}
+
 __device__ __forceinline__ void produce_input(const Params& p, int consumer, u32 stages, u32 full) {
     Ring ring;
     for (int item = blockIdx.x; item < Item::count(p); item += gridDim.x) {
         const Unit unit(p, Item(p, item, consumer).unit);
+        const Reads reads(p, unit.image);
         const u32 box_bytes = p.box_rows * PIXEL_PITCH * PIXEL_BYTES, bytes = unit.boxes(p) * box_bytes;
+        int image = reads.first;
 #pragma unroll 1
-        for (int step = 0; step < p.steps; step += STAGE_STEPS) {
-            const u32 barrier = full + 8 * ring.slot;
-            barrier_wait(barrier + X_EMPTY, ring.parity ^ 1);
-            barrier_expect(barrier, bytes);
-            u32 to = stages + ring.slot * p.stage_bytes;
-            const u32 end = to + bytes;
-            int image = unit.image, row = unit.row;
+        for (int tap = 0; tap < reads.taps; tap++) {
 #pragma unroll 1
-            do {
-                copy_box(to, &p.x, barrier, step * STEP_C, unit.x0 - p.pad_w, row - p.pad_h, image);
-                to += box_bytes;
-                row += p.box_rows;
-                if (row >= static_cast<int>(p.image_rows.value) + TAPS_H - 1) {
-                    row = 0;
-                    image++;
-                }
-            } while (to != end);
-            ring.advance(INPUT_STAGES);
+            for (int step = 0; step < reads.steps; step += STAGE_STEPS) {
+                const u32 barrier = full + 8 * ring.slot;
+                barrier_wait(barrier + X_EMPTY, ring.parity ^ 1);
+                barrier_expect(barrier, bytes);
+                produce_stage(p, unit, reads, image, step, stages + ring.slot * p.stage_bytes, bytes, box_bytes, barrier);
+                ring.advance(INPUT_STAGES);
+            }
+            image += reads.of_tap;
         }
     }
 }

@@ -28,7 +28,7 @@ constexpr float LAST[ALPHA] = INPUT_ROW;
 constexpr float POINT = INPUT_POINT;
 constexpr float AT[TILE][ALPHA] = OUTPUT;
 
-struct Params : Output {
+struct ImageParams : Output {
     TensorMap x;                // channels-last, boxes of [1, box_rows, PIXEL_PITCH, PIXEL_BYTES]
     const unsigned char* u;     // [k block, step, row, U_BYTES]
     const float* u_inverse;     // [k]: undoes the scale of U but for 2^FILTER_EXPONENT (f32)
@@ -36,7 +36,7 @@ struct Params : Output {
     float2* sums;               // [block, FLUSHED, consumer thread] (with FLUSHES)
     int n;
     int pad_h, pad_w;
-    int steps;                  // ceil(c / 16)
+    int steps;                  // ceil(c / 16); with FRAMES those of all frames of the filter
     Divisor image_rows;         // rows of tiles given to an image: oh, or oh rounded up to whole units
     Divisor strips;             // ceil(ow / (PAIRS_X * 6))
     int units;                  // of 32 pairs, over all strips
@@ -48,6 +48,15 @@ struct Params : Output {
     int u_resident;             // all steps of a k block fit the ring: loaded once
     int paired_out;             // y_w == 1, ow is even and two neighbours of y, and of the residual, are aligned as one
 };
+#if FRAMES
+struct Params : ImageParams {
+    TensorMap initial; // of the initial frames, like x
+    Frames frames;     // of x, which lie in maps
+    int frame_steps;   // of a frame of the filter, whole stages
+};
+#else
+struct Params : ImageParams {};
+#endif
 static_assert(PARAMS_AGREE, "as the host's structure");
 
 // ---- which tiles a unit holds ----
