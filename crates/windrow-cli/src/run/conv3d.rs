@@ -1,6 +1,6 @@
 //! `windrow run conv3d`.
 
-use super::{Common, Files, plan};
+use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::{Path, PathBuf};
@@ -92,16 +92,18 @@ impl Conv3d {
         let dtypes = [Some(spec.y), spec.final_frames].into_iter().flatten().map(|d| d.dtype);
         files.start(&plan.explain(), &options, dtypes)?;
         let device = options.device;
+        let (x, w) = (Placed::new(x, device)?, Placed::new(w, device)?);
+        let added = place([bias, initial], device)?;
+        let [bias, initial] = [0, 1].map(|i: usize| added[i].as_ref().map(Placed::as_ref));
         let mut y = Placed::output(spec.y, device)?;
         let output = |desc| Placed::output(desc, device);
         let mut final_frames = spec.final_frames.map(output).transpose()?;
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-        let args = Conv3dArgs::new(x.as_ref(), w.as_ref())
-            .with_bias(bias.as_ref().map(Tensor::as_ref))
-            .with_initial_frames(initial.as_ref().map(Tensor::as_ref));
         let outputs = Conv3dOutputs::new(y.as_mut()?)
             .with_final_frames(final_frames.as_mut().map(Placed::as_mut).transpose()?);
-        plan.run(&args, outputs, &mut workspace)?;
+        let args = Conv3dArgs::new(x.as_ref(), w.as_ref()).with_bias(bias);
+        plan.run(&args.with_initial_frames(initial), outputs, &mut workspace)?;
+        workspace.synchronize()?;
         let y = y.into_host()?;
         let final_frames = final_frames.map(Placed::into_host).transpose()?;
         let mut results: Vec<(&Path, &str, &Tensor)> = vec![(&self.common.output, "y", &y)];

@@ -49,6 +49,24 @@ impl FrameReads {
         first..(last + 1).saturating_sub(padding).clamp(first + 1, t.max(first + 1))
     }
 
+    /// The frames that are copied for so many images.
+    pub(crate) fn copied(&self, images: usize) -> usize {
+        (images.saturating_sub(1) * self.frames.stride + self.span()).min(self.frames.t)
+    }
+
+    /// The images for which at most so many frames are copied, but at least one.
+    pub(crate) fn images_with(&self, copied: usize) -> usize {
+        match copied >= self.frames.t {
+            true => self.frames.ot,
+            false => copied.saturating_sub(self.span()) / self.frames.stride + 1,
+        }
+    }
+
+    /// The frames that one image reads, with those between them.
+    fn span(&self) -> usize {
+        (self.frames.kt - 1) * self.frames.dilation + 1
+    }
+
     /// The frames of a video as images, for images like those of `x`.
     ///
     /// # Errors

@@ -148,6 +148,11 @@ impl Problem {
         }
     }
 
+    /// True if the images of one video read frames of it that are not those of their own number.
+    pub(crate) fn is_video(&self) -> bool {
+        self.frames != Frames::IMAGE
+    }
+
     /// Input channels of one group.
     pub(crate) fn c_group(&self) -> usize {
         self.c / self.groups

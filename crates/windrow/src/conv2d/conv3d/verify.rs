@@ -14,7 +14,7 @@ type Shape = ([usize; 5], [usize; 4], [usize; 3], [usize; 3], [usize; 3], usize)
 
 /// 3x3x3 filters of few and many channels, filters of one frame or one pixel, videos shorter than the filter, strides and
 /// dilations over frames, groups, and sizes of 0.
-const SHAPES: [Shape; 28] = [
+const SHAPES: [Shape; 31] = [
     ([1, 16, 5, 9, 13], [24, 3, 3, 3], [1; 3], [1; 3], [1; 3], 1),
     ([2, 20, 3, 8, 7], [18, 3, 3, 3], [1; 3], [1; 3], [1; 3], 1),
     ([1, 33, 4, 6, 21], [40, 3, 3, 3], [1; 3], [0, 1, 1], [1; 3], 1),
@@ -43,6 +43,9 @@ const SHAPES: [Shape; 28] = [
     ([1, 0, 3, 6, 6], [8, 3, 3, 3], [1; 3], [1; 3], [1; 3], 1),
     ([1, 4, 0, 6, 6], [8, 3, 3, 3], [1; 3], [2, 1, 1], [1; 3], 1),
     ([1, 4, 3, 6, 6], [0, 3, 3, 3], [1; 3], [1; 3], [1; 3], 1),
+    ([1, 32, 4, 6, 6], [40, 3, 1, 1], [1; 3], [0; 3], [1; 3], 1),
+    ([2, 64, 3, 7, 9], [72, 3, 3, 3], [1; 3], [0, 1, 1], [1; 3], 1),
+    ([1, 128, 4, 6, 10], [64, 3, 3, 3], [2, 1, 1], [1; 3], [1; 3], 1),
 ];
 
 /// Dense layouts, and some with gaps after videos, channels (or frames) and rows.

@@ -1,6 +1,7 @@
 //! The division of the matrix product of [`ImplicitGemm`](super::ImplicitGemm) into blocks (tile size and split-K), the
 //! way in which blocks gather x, and the cost model.
 
+use crate::conv2d::frame_reads::{Before, FrameReads};
 use crate::conv2d::gpu::chips::ImplicitGemm;
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
@@ -75,7 +76,7 @@ impl Cut {
     fn micros(&self, task: &Task<'_>) -> f64 {
         let Task { chip, spec, problem: p, .. } = *task;
         let rates = &chip.rates.implicit_gemm;
-        let tiles = (p.n * image_pixels(task)).div_ceil(self.pixels) * self.k_blocks(p);
+        let tiles = (p.n * self.image_pixels(task)).div_ceil(self.pixels) * self.k_blocks(p);
         let together = self.resident() == 2 && tiles > chip.multiprocessors as usize;
         let wide = usize::from(self.block != 64);
         let (step, tile) = match gather(spec, p, *self, true) {
@@ -157,7 +158,20 @@ impl Cut {
     }
 
     pub(super) fn steps(&self, p: &Problem) -> usize {
-        (self.term_channels(p) * p.r * p.s).div_ceil(STEP)
+        (self.term_channels(p) * p.frames.kt * p.r * p.s).div_ceil(STEP)
+    }
+
+    /// Pixels of y that an image takes in the product. Those of a video fill up blocks, so that a block has one image. In f32
+    /// the 16 pixels of a warp have a common scale. If the bits of an image must not depend on other images, these pixels
+    /// are of one image: the last ones fill up a warp.
+    pub(super) fn image_pixels(&self, task: &Task<'_>) -> usize {
+        const SCALED: usize = 16;
+        let pixels = task.problem.oh.saturating_mul(task.problem.ow);
+        match () {
+            () if task.problem.is_video() => pixels.next_multiple_of(self.pixels),
+            () if task.options.batch_invariant && !self.half => pixels.next_multiple_of(SCALED),
+            () => pixels,
+        }
     }
 
     /// Input channels of a unit with those that fill up vectors.
@@ -195,17 +209,6 @@ impl Cut {
                 tiles.min(self.resident() * clusters(multiprocessors, self.parts)) * self.parts
             }
         }
-    }
-}
-
-/// Pixels of y that an image takes in the product. In f32 the 16 pixels of a warp have a common scale. If the bits of an
-/// image must not depend on other images, these pixels are of one image: the last ones fill up a warp.
-pub(super) fn image_pixels(task: &Task<'_>) -> usize {
-    const SCALED: usize = 16;
-    let pixels = task.problem.oh.saturating_mul(task.problem.ow);
-    match task.options.batch_invariant && !is_half(task.spec.x.dtype) {
-        true => pixels.next_multiple_of(SCALED),
-        false => pixels,
     }
 }
 
@@ -253,6 +256,7 @@ pub(super) fn gather(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) ->
         Gather::Channels
     } else if aligned
         && one_tap
+        && (p.frames.kt == 1 || p.c.is_multiple_of(16))
         && s[3] == 1
         && s[2] == p.w as isize
         && (p.h * p.w).is_multiple_of(cut.vector())
@@ -262,6 +266,22 @@ pub(super) fn gather(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) ->
     } else {
         Gather::Any
     }
+}
+
+/// True if initial frames lie like those of x: in f32 kernels read them with the same strides of rows and columns and, if
+/// there are groups, of channels.
+pub(super) fn rows_lie_like(x: &TensorDesc, reads: &FrameReads, groups: usize) -> bool {
+    let Before::Initial(_, initial) = reads.before else { return true };
+    let same = |d: usize| x.shape()[d] <= 1 || x.strides()[d] == initial[d];
+    let channels = same(1) || groups == 1 && x.strides()[1] != 1;
+    channels && same(2) && same(3)
+}
+
+/// True if vectors of initial frames can be read where those of x can.
+pub(super) fn lies_like(x: &TensorDesc, reads: &FrameReads, vector: usize) -> bool {
+    let Before::Initial(_, [frame, channel, ..]) = reads.before else { return true };
+    let whole = |stride: isize| stride % vector as isize == 0;
+    rows_lie_like(x, reads, 1) && whole(frame) && (x.strides()[1] == 1 || whole(channel))
 }
 
 /// True if some tap is outside the image.

@@ -15,7 +15,7 @@
 // keeps a ring of stages full. SPLIT blocks of a cluster share the terms of a tile; their sums are added in the order of
 // the blocks.
 //
-// Constants: ELEMENT_F32; EPILOGUE; RESIDUAL; GATHER (implicit_gemm.cuh); PADDED 0 or 1: taps may be outside the image;
+// Constants: ELEMENT_F32; EPILOGUE; RESIDUAL; FRAMES; GATHER (implicit_gemm.cuh); PADDED 0 or 1: taps may be outside the image;
 // BLOCK_K 64 or 128; SPLIT 1, 2, 4 or 8; STAGES; CHANNELS_LAST_OUT 0 or 1; INPUT_EXPONENT, FILTER_EXPONENT.
 
 #include "implicit_gemm_gather.cuh"

@@ -24,15 +24,15 @@ constexpr int CONSUMER_WARPS = 8;
 #define PIXELS 2   // vectors of four neighbouring pixels: a filter of one tap, stride 1, no padding
 #define MAP 3      // by the copy engine, which knows where taps lie: 64 channels at a time
 
-struct Params : ConvShape {         // offsets within x fit 31 bits
+struct ImageParams : ConvShape {    // offsets within x, or a frame of it, fit 31 bits
     TensorMap map;                  // GATHER MAP: of x
     const unsigned char* filter;    // [k block, step, W_BYTES]
     const float* filter_inverse;    // f32: [k], undoes the scale of the filter but for 2^FILTER_EXPONENT
     int pixels;                     // n * image_pixels
-    int r;
+    int r;                          // rows of the filter, of all its frames
     int group_c;                    // input channels of a group
     int unit_k;                     // output channels of a unit: groups that a block computes together, or one group
-    int steps;                      // ceil(c * r * s / 64)
+    int steps;                      // ceil(c * r * s / 64), r as above
     int tiles;                      // of BLOCK_M pixels and BLOCK_K channels
     Divisor image_pixels;           // oh * ow; or more, to fill up warps or blocks
     Divisor ow_by;
@@ -40,6 +40,17 @@ struct Params : ConvShape {         // offsets within x fit 31 bits
     Divisor group_k;                // output channels of a group
     Divisor c, s;                   // input channels of a unit, columns of the filter
 };
+#if FRAMES
+// Images are frames of a video. The initial ones have the strides of x along rows and columns.
+struct Params : ImageParams {
+    TensorMap initial_map; // GATHER MAP: of the initial frames
+    Frames frames;
+    Divisor frame_r; // rows of a frame of the filter
+    int all_c;       // channels of x
+};
+#else
+struct Params : ImageParams {};
+#endif
 static_assert(PARAMS_AGREE, "as the host's structure");
 
 // True if a pixel exists; others fill up warps or blocks.
@@ -48,7 +59,36 @@ __device__ __forceinline__ bool has_pixel(const Params& p, int pixel) {
     return pixel < p.pixels && pixel - image * static_cast<int>(p.image_pixels.value) < p.oh * p.ow;
 }
 
-// A term of the sums: an input channel and a tap, channels first.
+// The row of a frame of the filter.
+__device__ __forceinline__ int row_of(const Params& p, int r) {
+#if FRAMES
+    return r - p.frame_r.divide(r) * static_cast<int>(p.frame_r.value);
+#else
+    return r;
+#endif
+}
+
+// What an image of y reads through a row of the filter: x with all of its images or, with FRAMES, a frame.
+struct Source {
+    const Element* x;
+    i64 x_c;
+    bool exists; // else there are zeros
+
+    __device__ __forceinline__ Source(const Params& p, int image, int r) {
+#if FRAMES
+        bool is_initial;
+        x = p.frames.find(p.x, p.frames.number(image, p.frame_r.divide(r)), is_initial);
+        x_c = is_initial ? p.frames.initial_c : p.x_c;
+        exists = x != nullptr;
+#else
+        x = p.x;
+        x_c = p.x_c;
+        exists = true;
+#endif
+    }
+};
+
+// A term of the sums: an input channel and a tap, channels first. Rows are counted over all frames of the filter.
 struct Term {
     int c, r, s;
 

@@ -11,7 +11,9 @@
 //
 // Output channels that have not changed since the filter was last packed are skipped.
 //
-// Constants: ELEMENT_*, BLOCK_K; for f32 FILTER_EXPONENT, SHRINKAGE.
+// With FRAMES, r counts the rows of all frames of the filter.
+//
+// Constants: ELEMENT_*, BLOCK_K, FRAMES; for f32 FILTER_EXPONENT, SHRINKAGE.
 
 #include "conv2d.cuh"
 
@@ -30,6 +32,8 @@ struct Params {
     Divisor c, s;             // input channels of a unit, columns of the filter
     int group_c;
     int dense; // weights of an output channel, if they lie in one piece, else 0
+    i64 w_t;         // with FRAMES: stride of a frame
+    Divisor frame_r; // and its rows
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -47,7 +51,9 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
         const int tap = p.c.divide(term), c = term - tap * static_cast<int>(p.c.value) - in_group * p.group_c;
         if (static_cast<u32>(c) >= static_cast<u32>(p.group_c)) return 0;
         const int r = p.s.divide(tap), s = tap - r * static_cast<int>(p.s.value);
-        return w[c * p.w_c + r * p.w_r + s * p.w_s];
+        const int frame = FRAMES ? p.frame_r.divide(r) : 0;
+        const Element* const at = FRAMES ? w + frame * (p.w_t - static_cast<int>(p.frame_r.value) * p.w_r) : w;
+        return at[c * p.w_c + r * p.w_r + s * p.w_s];
     };
 
     [[maybe_unused]] u32 mine = 0;

@@ -38,7 +38,7 @@ __device__ __forceinline__ void meet_producers() {
 
 // The place at which the taps of an output begin.
 struct Origin {
-    int offset; // in x, of the first of a unit's channels, which are `channels` further on
+    int offset; // in x, or a frame of it, of the first of a unit's channels, which are `channels` further on
     int y, x;
     bool exists;
 
@@ -47,7 +47,7 @@ struct Origin {
         const Pixel at(p, exists ? pixel : 0);
         y = at.row * p.stride_h - p.pad_h;
         x = at.column * p.stride_w - p.pad_w;
-        offset = channels + static_cast<int>(at.image * p.x_n + y * p.x_h + x * p.x_w);
+        offset = channels + static_cast<int>((FRAMES ? 0 : at.image * p.x_n) + y * p.x_h + x * p.x_w);
     }
     // A row that no tap brings back to the image stands for a pixel that does not exist.
     __device__ __forceinline__ int packed() const { return exists ? y << 16 | (x & 0xffff) : NOWHERE; }
@@ -69,6 +69,8 @@ struct Gather {
     int thread;
     int dy, dx, offset; // of the step's term from an origin
     bool exists;
+    int image = 0; // of the tile, with FRAMES
+    const Element* from = nullptr; // what the step's term reads, with FRAMES
 
     __device__ __forceinline__ Gather(int2* rows, int thread) : rows(rows), thread(thread) {}
 
@@ -79,13 +81,16 @@ struct Gather {
             const Origin origin(p, pixel0 + pixel_of(row), channels);
             rows[row] = make_int2(origin.offset, origin.packed());
         }
+        if (FRAMES) image = p.image_pixels.divide(pixel0);
         meet_producers();
     }
 
     __device__ __forceinline__ void aim(const Params& p, int step) {
         const Term term(p, step * STEP_DEPTH + thread % CHUNKS * (STEP_DEPTH / CHUNKS));
-        exists = term.exists(p);
-        dy = term.r * p.dilation_h;
+        const Source source(p, image, term.r);
+        if (FRAMES) from = source.x;
+        exists = term.exists(p) && source.exists;
+        dy = row_of(p, term.r) * p.dilation_h;
         dx = term.s * p.dilation_w;
         offset = static_cast<int>(dy * p.x_h + dx * p.x_w) + term.c;
     }
@@ -102,7 +107,8 @@ struct Gather {
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 const int row = row0 + ROWS * (i0 + i), swizzle = IS_F32 ? (row & 1) << 2 : row & 7;
-                copy_vector(stage + row * ROW_BYTES + ((chunk ^ swizzle) << 4), p.x + (origins[i].x + offset),
+                copy_vector(stage + row * ROW_BYTES + ((chunk ^ swizzle) << 4),
+                            (FRAMES ? from : p.x) + (origins[i].x + offset),
                             exists && inside(p, origins[i].y, dy, dx));
             }
         }
@@ -114,12 +120,14 @@ struct Gather {
 struct Gather {
     int thread, offset;
     bool exists;
+    int image = 0; // of the tile, with FRAMES
 
     __device__ __forceinline__ Gather(int2*, int thread) : thread(thread) {}
 
     __device__ __forceinline__ void aim(const Params&, int) {}
 
     __device__ __forceinline__ void begin(const Params& p, int pixel0, int channels) {
+        if (FRAMES) image = p.image_pixels.divide(pixel0);
         const Origin origin(p, pixel0 + thread % 32 * 4, channels);
         offset = origin.offset;
         exists = origin.exists;
@@ -127,12 +135,19 @@ struct Gather {
 
     __device__ __forceinline__ void step(const Params& p, int step, u32 stage) {
         const int term0 = thread / 32 * 16, lane = thread % 32;
+#if FRAMES // whose channels are whole sixteens
+        const Term term(p, step * STEP_DEPTH + term0);
+        const Source source(p, image, term.r);
+        const int c = term.exists(p) && source.exists ? term.c : static_cast<int>(p.c.value);
+#else
+        const Source source(p, 0, 0);
         const int c = step * STEP_DEPTH + term0;
-        const float* from = p.x + (offset + c * p.x_c);
+#endif
+        const float* from = source.x + (offset + c * source.x_c);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             copy_vector(stage + (term0 + i) * (BLOCK_M * 4) + ((lane * 4 ^ i / 4 * 8) << 2), from, exists && c + i < static_cast<int>(p.c.value));
-            from += p.x_c;
+            from += source.x_c;
         }
     }
 };
@@ -145,10 +160,13 @@ struct Gather {
     int offset[COUNT], place[COUNT]; // of their origins: y << 16 | x
     const float* at[COUNT];          // of a tap
     int exists[COUNT];               // 0 where the tap lies outside
+    int image = 0;                   // of the tile, with FRAMES
+    int x_c = 0;                     // of the tap
 
     __device__ __forceinline__ Gather(int2*, int thread) : thread(thread) {}
 
     __device__ __forceinline__ void begin(const Params& p, int pixel0, int channels) {
+        if (FRAMES) image = p.image_pixels.divide(pixel0);
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
             const Origin origin(p, pixel0 + thread % 32 + 32 * j, channels);
@@ -160,17 +178,19 @@ struct Gather {
     __device__ __forceinline__ void aim(const Params&, int) {}
 
     __device__ __forceinline__ void enter(const Params& p, const Term& term) {
-        const int dy = term.r * p.dilation_h, dx = term.s * p.dilation_w;
+        const Source source(p, image, term.r);
+        x_c = static_cast<int>(source.x_c);
+        const int dy = row_of(p, term.r) * p.dilation_h, dx = term.s * p.dilation_w;
         const int tap = static_cast<int>(dy * p.x_h + dx * p.x_w);
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
-            at[j] = p.x + (offset[j] + tap);
-            exists[j] = term.exists(p) && inside(p, place[j], dy, dx);
+            at[j] = source.x + (offset[j] + tap);
+            exists[j] = term.exists(p) && source.exists && inside(p, place[j], dy, dx);
         }
     }
 
     __device__ __forceinline__ void step(const Params& p, int step, u32 stage) {
-        const int term0 = thread / 32 * 16, lane = thread % 32, x_c = static_cast<int>(p.x_c);
+        const int term0 = thread / 32 * 16, lane = thread % 32;
         Term term(p, step * STEP_DEPTH + term0);
         enter(p, term);
         int channel = term.c * x_c;
@@ -198,6 +218,29 @@ struct Gather {
 
 #if GATHER == MAP
 
+// What an image of y reads through a row of the filter, as the copy engine knows it. Channels from `beyond` on are zeros.
+struct Taken {
+    const TensorMap* map;
+    int image, beyond;
+    bool exists;
+
+    __device__ __forceinline__ Taken(const Params& p, int of_y, int r) {
+#if FRAMES
+        const int number = p.frames.number(of_y, p.frame_r.divide(r));
+        const bool is_initial = number < 0 && p.frames.initial_count > 0;
+        map = is_initial ? &p.initial_map : &p.map;
+        exists = number < p.frames.t && (number >= 0 || is_initial || p.frames.repeats);
+        image = is_initial ? number + p.frames.initial_count : exists ? max(number, 0) : 0;
+        beyond = p.all_c;
+#else
+        map = &p.map;
+        image = of_y;
+        beyond = 0;
+        exists = true;
+#endif
+    }
+};
+
 // One thread starts all copies.
 __device__ __forceinline__ void produce(const Params& p, int thread, int2*, u32 stages, u32 full, u32 empty) {
     if (thread == 0) {
@@ -214,8 +257,9 @@ __device__ __forceinline__ void produce(const Params& p, int thread, int2*, u32 
                 const u32 stage = stages + ring.slot * STAGE_BYTES, barrier = full + 8 * ring.slot;
                 barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
                 barrier_expect(barrier, STAGE_BYTES);
-                copy_pixels(stage, &p.map, barrier, channel + term.c, x, y, at.image, term.s * p.dilation_w,
-                            term.r * p.dilation_h);
+                const Taken taken(p, at.image, term.r);
+                copy_pixels(stage, taken.map, barrier, taken.exists ? channel + term.c : taken.beyond, x, y, taken.image,
+                            term.s * p.dilation_w, row_of(p, term.r) * p.dilation_h);
                 copy_in(stage + X_BYTES, p.filter + (static_cast<i64>(k_block) * p.steps + step) * W_BYTES, W_BYTES, barrier);
                 term.c += STEP_DEPTH;
                 if (term.c == static_cast<int>(p.c.value)) term.next_tap(p);

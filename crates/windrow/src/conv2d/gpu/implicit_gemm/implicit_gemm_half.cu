@@ -6,7 +6,7 @@
 //
 // A block has two consumer warpgroups, which multiply half of its pixels by all of its channels, and producers. SPLIT blocks of a cluster share the terms of a tile; then a block has one tile.
 //
-// Constants: ELEMENT_F16 or ELEMENT_BF16; EPILOGUE; RESIDUAL; GATHER 1 or 3; PADDED 0 or 1: taps may be outside the
+// Constants: ELEMENT_F16 or ELEMENT_BF16; EPILOGUE; RESIDUAL; FRAMES; GATHER 1 or 3; PADDED 0 or 1: taps may be outside the
 // image; BLOCK_M 128 or 256; BLOCK_K 64, 128 or 256; SPLIT 1, 2, 4 or 8; STAGES; RESIDENT blocks of a multiprocessor;
 // PRODUCERS 128 or, for GATHER 3, 32; OUT (see `Place`).
 

@@ -26,17 +26,20 @@ __device__ __noinline__ void store_plain_sums(const Params& p, int pixel0, int k
         if (!has_pixel(p, pixel) || k >= columns.end) continue;
         const Pixel at(p, pixel);
         const int c0 = p.group_k.divide(k - columns.unit * p.unit_k) * p.group_c;
-        const float* const x = p.x + (at.image * p.x_n + static_cast<i64>(columns.unit) * unit_c * p.x_c);
         float sum = 0;
         for (int r = 0; r < p.r; r++) {
+            const Source from(p, at.image, r);
+            if (!from.exists) continue;
+            const i64 image = FRAMES ? 0 : at.image * p.x_n;
+            const float* const x = from.x + (image + static_cast<i64>(columns.unit) * unit_c * from.x_c);
             for (int s = 0; s < static_cast<int>(p.s.value); s++) {
-                const int row = at.row * p.stride_h - p.pad_h + r * p.dilation_h;
+                const int row = at.row * p.stride_h - p.pad_h + row_of(p, r) * p.dilation_h;
                 const int at_x = at.column * p.stride_w - p.pad_w + s * p.dilation_w;
                 if (static_cast<u32>(row) >= static_cast<u32>(p.h) || static_cast<u32>(at_x) >= static_cast<u32>(p.w))
                     continue;
                 const int tap = (r * static_cast<int>(p.s.value) + s) * unit_c;
                 for (int c = c0; c < c0 + p.group_c; c++)
-                    sum = fmaf(x[c * p.x_c + row * p.x_h + at_x * p.x_w],
+                    sum = fmaf(x[c * from.x_c + row * p.x_h + at_x * p.x_w],
                                weight_at(p, k_block, column, tap + c, channels.scale[column]), sum);
             }
         }

@@ -3,31 +3,26 @@
 //! (`implicit_gemm_half.cu`).
 
 mod cut;
+mod filter;
 mod product;
+mod run;
 
-use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, corners, gather, image_pixels};
-use self::product::{FILTER_EXPONENT, product, threads};
+use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, gather, rows_lie_like};
+use self::filter::filter_kernel;
+use self::product::product;
 use super::facts::packed_parts;
 use super::input::{Input, copy_kernel, is_aligned, most_images};
 use super::method::{About, Method, Parameter, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
-use super::shape::ConvShape;
+use super::shared::video_input::VideoInput;
 use super::split;
 use super::task::Task;
-use super::{ALIGNMENT, Divisor, Seen, kernel, source, strides};
+use super::{ALIGNMENT, Seen};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
-use crate::dtype::not_computed;
-use crate::gpu::{
-    Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorMap, TensorPixels, params,
-};
+use crate::gpu::{Gpu, Kernel, Launch, Stream};
 use crate::try_once_lock::TryOnceLock;
-use crate::{Accuracy, DType, Error, Result, TensorDesc};
+use crate::{Accuracy, DType, Error, Result};
 
-static FILTER: Source = source!("implicit_gemm_filter.cu");
-
-/// The amount by which the tensor cores shrink the sum of one step, relative to it: four accumulations of the high
-/// products, each of which truncates (measured on an H200 for 64 to 4608 normal terms: 8.3e-8 to 9.6e-8).
-const SHRINKAGE: f64 = 8.9e-8;
 /// Rows and columns lie in half a word, with a row that stands for pixels that do not exist.
 const MAX_EXTENT: usize = 1 << 14;
 
@@ -38,55 +33,19 @@ pub(crate) struct ImplicitGemm {
     spec: Conv2dSpec,
     problem: Problem,
     cut: Cut,
-    /// As [`cut::image_pixels`] gives it.
+    /// As [`Cut::image_pixels`] gives it.
     image_pixels: usize,
-    /// The copy that f16/bf16 kernels read if the channels of x are not whole vectors.
+    /// The copy that f16/bf16 kernels read if the channels of x are not whole vectors, and the images of y of a launch that
+    /// reads it.
     input: Option<Input>,
+    images: usize,
+    video: Option<VideoInput>,
     /// Elements from the filter of a group to that of the next.
     filter_group: isize,
     pack_filter: &'static Kernel,
     /// The kernel for tensors at addresses aligned to 16 bytes (for f16/bf16: y and the residual), and the one for any.
     aligned: &'static Kernel,
     unaligned: TryOnceLock<&'static Kernel>,
-}
-
-params! {
-    struct Params: ConvShape {
-        map: TensorMap,
-        filter: *const u8,
-        filter_inverse: *const u8,
-        pixels: i32,
-        r: i32,
-        group_c: i32,
-        unit_k: i32,
-        steps: i32,
-        tiles: i32,
-        image_pixels: Divisor,
-        ow_by: Divisor,
-        k_blocks: Divisor,
-        unit_blocks: Divisor,
-        group_k: Divisor,
-        c: Divisor,
-        s: Divisor,
-    }
-
-    struct FilterParams {
-        w: *const u8,
-        packed: *mut u8,
-        inverse: *mut u8,
-        strides as [w_k, w_c, w_r, w_s]: [i64; 4],
-        w_group: i64,
-        seen: Seen,
-        unit_k: i32,
-        terms: i32,
-        steps: i32,
-        unit_blocks: Divisor,
-        group_k: Divisor,
-        c: Divisor,
-        s: Divisor,
-        group_c: i32,
-        dense: i32,
-    }
 }
 
 /// [`Conv2dAlgorithm::ImplicitGemm`].
@@ -105,6 +64,9 @@ impl Method for ImplicitGemmMethod {
                 "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER=3 OUT=1 sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 BLOCK_K={64,128} sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f16,bf16} BLOCK_K={64,128,256} sm_90",
+                "implicit_gemm.cu conv2d_implicit_gemm_f32 GATHER={0,1,2} FRAMES=1 by:conv3d sm_90",
+                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER={1,3} FRAMES=1 by:conv3d sm_90",
+                "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f32,f16,bf16} FRAMES=1 by:conv3d sm_90",
             ],
             parameters: &[
                 Parameter {
@@ -122,7 +84,7 @@ impl Method for ImplicitGemmMethod {
     }
 
     fn computes(&self, task: &Task<'_>) -> bool {
-        let Task { spec, problem: p, .. } = *task;
+        let Task { spec, problem: p, frames, .. } = *task;
         let near = |size: usize, d: usize, taps: usize| {
             let reach = taps.saturating_sub(1).saturating_mul(p.dilation[d]);
             size.saturating_add(2 * p.padding[d]) < MAX_EXTENT && reach < MAX_EXTENT
@@ -132,14 +94,16 @@ impl Method for ImplicitGemmMethod {
             2 | 3 => spec.x.shape()[d] + 2 * p.padding[d - 2],
             _ => spec.x.shape()[d],
         };
-        let reach = (0..4)
+        // Those of a video are offsets within a frame.
+        let reach = (usize::from(frames.is_some())..4)
             .map(|d| padded(d).saturating_mul(spec.x.strides()[d].unsigned_abs()))
             .fold(0, usize::saturating_add);
-        let pixels = p.n.saturating_mul(image_pixels(task));
-        task.frames.is_none()
-            && Cut::all(spec, p).next().is_some()
-            && p.c > 0
-            && p.k > 0
+        let image = Cut::all(spec, p).map(|cut| cut.image_pixels(task)).max();
+        let pixels = p.n.saturating_mul(image.unwrap_or(0));
+        let half = spec.x.dtype != DType::F32;
+        frames.is_none_or(|reads| half || rows_lie_like(&spec.x, &reads, p.groups))
+            && image.is_some()
+            && ![p.c, p.k, p.frames.t].contains(&0)
             && near(p.h, 0, p.r)
             && near(p.w, 1, p.s)
             && reach < 1 << 31
@@ -160,7 +124,8 @@ impl Method for ImplicitGemmMethod {
     }
 
     fn pair_bytes(&self, task: &Task<'_>) -> usize {
-        2 * task.problem.r * task.problem.s * packed_parts(task.spec)
+        let p = task.problem;
+        2 * p.frames.kt * p.r * p.s * packed_parts(task.spec)
     }
 
     fn variants(&self, dtype: DType) -> Vec<Conv2dConfiguration> {
@@ -186,15 +151,22 @@ impl ImplicitGemm {
     }
 
     fn with_groups(gpu: &'static Gpu, task: &Task<'_>, filter_group: isize) -> Result<Self> {
-        let Task { spec, problem, .. } = *task;
+        let Task { spec, problem, frames, .. } = *task;
         let Some((cut, _)) = Cut::choose(task) else {
             return Err(Error::unsupported(
                 format!("conv2d with {}", task.configuration),
                 "implicit_gemm has block (64, 128, of halves 256) and parts (1, 2, 4, 8)",
             ));
         };
-        let aligned = product(spec, problem, cut, true);
-        let pack_filter = filter_kernel(spec.x.dtype, cut.block);
+        // What is read: the images themselves, or the frames of a video.
+        let x = frames.map_or(Ok(spec.x), |reads| reads.images(&spec.x))?;
+        let video = match frames {
+            Some(reads) if cut.half => Some(VideoInput::new(gpu, (spec, problem), reads)?),
+            reads => reads.map(|reads| VideoInput { reads, initial: None }),
+        };
+        let spec = Conv2dSpec { x, ..spec.clone() };
+        let aligned = product(&spec, problem, cut, true);
+        let pack_filter = filter_kernel(spec.x.dtype, cut.block, problem.is_video());
         let [aligned, pack_filter] = match cut.half {
             true => {
                 let copy = copy_kernel(spec.x.dtype, 1);
@@ -203,16 +175,19 @@ impl ImplicitGemm {
             }
             false => gpu.kernels([&aligned, &pack_filter]),
         }?;
+        let most = most_images(&spec, None);
+        let images = frames.map_or(most, |reads| reads.images_with(most));
+        let copied = frames.map_or(images, |reads| reads.copied(images));
+        let input = cut.half.then(|| Input::new(gpu, &spec, problem, copied)).transpose()?;
         Ok(ImplicitGemm {
             gpu,
-            spec: spec.clone(),
+            spec,
             problem: *problem,
             cut,
-            image_pixels: image_pixels(task),
-            input: cut
-                .half
-                .then(|| Input::new(gpu, spec, problem, most_images(spec, None)))
-                .transpose()?,
+            image_pixels: cut.image_pixels(task),
+            input,
+            images,
+            video,
             filter_group,
             pack_filter,
             aligned,
@@ -229,65 +204,6 @@ impl ImplicitGemm {
     /// True if the layout of x lets f16/bf16 kernels read it where it lies. Its address has to be aligned, too.
     fn copies_nothing(&self, input: &Input) -> bool {
         input.in_place && self.problem.c.is_multiple_of(self.cut.vector())
-    }
-
-    /// # Safety
-    /// As [`Prepared::run`], for these images.
-    unsafe fn launch(
-        &self,
-        stream: &Stream,
-        kernel: &'static Kernel,
-        packed: *const u8,
-        operands: Operands,
-        x: Images,
-    ) -> Result<()> {
-        let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
-        let k_blocks = self.cut.k_blocks(p);
-        let pixels = x.n * self.image_pixels;
-        let tiles = pixels.div_ceil(self.cut.pixels) * k_blocks;
-        let map = if x.maps { self.map(operands.x, &x)? } else { TensorMap::NONE };
-        let shape = ConvShape::new(&self.spec, p, [&self.spec.x, &self.spec.y], &operands);
-        let params = Params {
-            base: ConvShape { x_strides: x.strides, ..shape },
-            map,
-            filter: packed,
-            filter_inverse: packed.wrapping_add(self.filter_bytes()),
-            pixels: pixels as i32,
-            r: p.r as i32,
-            group_c: p.c_group() as i32,
-            unit_k: unit.k as i32,
-            steps: self.cut.steps(p) as i32,
-            tiles: tiles as i32,
-            image_pixels: Divisor::new(self.image_pixels.max(1)),
-            ow_by: Divisor::new(p.ow.max(1)),
-            k_blocks: Divisor::new(k_blocks),
-            unit_blocks: Divisor::new(unit.blocks),
-            group_k: Divisor::new(p.k_group()),
-            c: Divisor::new(self.cut.term_channels(p)),
-            s: Divisor::new(p.s),
-        };
-        let blocks = self.cut.launched(self.gpu.info.multiprocessors, tiles);
-        let launch = Launch::line(blocks, threads(x.maps));
-        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { kernel.launch(stream, launch, &params) }
-    }
-
-    /// The copy engine's description of x.
-    fn map(&self, address: *const u8, x: &Images) -> Result<TensorMap> {
-        let p = &self.problem;
-        let [first, last] = corners(p).map(|corner| corner.map(|at| at as i32));
-        let pixels = TensorPixels {
-            dtype: self.spec.x.dtype,
-            address,
-            dims: [p.c, p.w, p.h, x.n],
-            // That of a dimension of one element is 0 here.
-            strides: [x.strides[3], x.strides[2], x.strides[0]].map(|s| (s as usize).max(p.c)),
-            first,
-            last,
-            step: [p.stride[1] as u32, p.stride[0] as u32],
-            pixels: self.cut.pixels,
-        };
-        TensorMap::of_pixels(self.gpu, &pixels)
     }
 
     fn kernel(&self, aligned: bool) -> Result<&'static Kernel> {
@@ -316,16 +232,23 @@ impl Prepared for ImplicitGemm {
 
     fn packed_form(&self) -> PackedForm {
         let products = if self.cut.half { 1 } else { 3 };
-        PackedForm::new("implicit_gemm", self.spec.x.dtype, products, self.cut.block)
+        // That of a video is another one if it has one frame.
+        let order = 2 * self.cut.block + usize::from(self.video.is_some());
+        PackedForm::new("implicit_gemm", self.spec.x.dtype, products, order)
     }
 
     fn scratch_bytes(&self) -> usize {
-        self.input.as_ref().map_or(0, Input::copy_bytes)
+        let initial = self.video.as_ref().map_or(0, VideoInput::copy_bytes);
+        initial + self.input.as_ref().map_or(0, Input::copy_bytes)
     }
 
-    fn scratch_bytes_for(&self, x: *const u8, _initial: Option<*const u8>) -> usize {
-        let is_copied = |input: &&Input| !(self.copies_nothing(input) && is_aligned(x));
-        self.input.as_ref().filter(is_copied).map_or(0, Input::copy_bytes)
+    fn scratch_bytes_for(&self, x: *const u8, initial: Option<*const u8>) -> usize {
+        let in_place = match (&self.input, &self.video) {
+            (None, _) => true,
+            (Some(_), Some(video)) => self.reads_in_place(video, x, initial),
+            (Some(input), None) => self.copies_nothing(input) && is_aligned(x),
+        };
+        if in_place { 0 } else { self.scratch_bytes() }
     }
 
     /// The tolerance. f16/bf16: tensor cores truncate each addition. f32: both operands carry 22 bits, and the product
@@ -355,24 +278,7 @@ impl Prepared for ImplicitGemm {
     }
 
     unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()> {
-        let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
-        let params = FilterParams {
-            w,
-            packed: to.memory,
-            inverse: to.memory.wrapping_add(self.filter_bytes()),
-            strides: strides(&self.spec.w),
-            seen: Seen::behind(to, self.packed_bytes()).in_order_of(&self.spec.w),
-            w_group: self.filter_group as i64,
-            unit_k: unit.k as i32,
-            terms: (self.cut.term_channels(p) * p.r * p.s) as i32,
-            steps: self.cut.steps(p) as i32,
-            unit_blocks: Divisor::new(unit.blocks),
-            group_k: Divisor::new(p.k_group()),
-            c: Divisor::new(self.cut.term_channels(p)),
-            s: Divisor::new(p.s),
-            group_c: p.c_group() as i32,
-            dense: dense_weights(&self.spec.w, p) as i32,
-        };
+        let (p, params) = (&self.problem, self.filter_params(w, to));
         let channels = self.cut.k_blocks(p) * self.cut.block;
         let launch = Launch::line(channels, 256);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
@@ -380,74 +286,13 @@ impl Prepared for ImplicitGemm {
     }
 
     unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
-        let out_aligned = operands.is_out_aligned(16);
-        let strides_of_x = strides(&self.spec.x);
-        let n = self.problem.n;
-        let Some(input) = &self.input else {
-            let kernel = self.kernel(is_aligned(operands.x) && out_aligned)?;
-            let x = Images { n, strides: strides_of_x, maps: false };
-            // SAFETY: the caller's promise.
-            return unsafe { self.launch(stream, kernel, packed, operands, x) };
-        };
-        let maps = self.cut.maps && out_aligned;
-        let kernel = self.kernel(out_aligned)?;
-        if self.copies_nothing(input) && is_aligned(operands.x) {
-            let x = Images { n, strides: strides_of_x, maps };
-            // SAFETY: the caller's promise.
-            return unsafe { self.launch(stream, kernel, packed, operands, x) };
-        }
-        let p = &self.problem;
-        let [c, row] = [input.channels(), input.channels() * p.w].map(|stride| stride as i64);
-        let images = input.copied_images();
-        for first in (0..n).step_by(images) {
-            let n = images.min(n - first);
-            let piece = operands.after_images(&self.spec, first);
-            let copied = Operands { x: piece.scratch, ..piece };
-            // SAFETY: the caller's promise; `n` images fit the copy.
-            unsafe {
-                if p.h * p.w > 0 {
-                    input.copy(stream, piece.x, n, piece.scratch, std::ptr::null_mut())?;
-                }
-                let x = Images { n, strides: [row * p.h as i64, 1, row, c], maps };
-                self.launch(stream, kernel, packed, copied, x)?;
+        // SAFETY: the caller's promise.
+        unsafe {
+            match &self.video {
+                Some(video) => self.run_video(video, stream, packed, operands),
+                None => self.run_images(stream, packed, operands),
             }
         }
-        Ok(())
-    }
-}
-
-/// Images that a launch reads.
-struct Images {
-    n: usize,
-    strides: [i64; 4],
-    /// Their kernel takes a map of them.
-    maps: bool,
-}
-
-/// The number of weights of an output channel if they are contiguous, in any order; otherwise 0.
-fn dense_weights(w: &TensorDesc, p: &Problem) -> usize {
-    let (shape, strides) = ([p.c_group(), p.r, p.s], &w.strides()[1..]);
-    let mut order = [0, 1, 2];
-    order.sort_by_key(|&d| strides[d]);
-    let mut count = 1;
-    for d in order {
-        if shape[d] > 1 && strides[d] != count as isize {
-            return 0;
-        }
-        count *= shape[d];
-    }
-    count
-}
-
-fn filter_kernel(dtype: DType, block: usize) -> KernelSpec {
-    let filter = kernel(&FILTER, "implicit_gemm_filter", dtype)
-        .define("BLOCK_K", block)
-        .params::<FilterParams>();
-    match dtype {
-        DType::F32 => filter
-            .define("FILTER_EXPONENT", FILTER_EXPONENT)
-            .define("SHRINKAGE", format!("{:?}f", SHRINKAGE as f32)),
-        DType::F16 | DType::BF16 | not_computed!() => filter,
     }
 }
 
@@ -455,6 +300,7 @@ fn filter_kernel(dtype: DType, block: usize) -> KernelSpec {
 mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
+    use crate::conv2d::frame_reads::FrameReads;
     use crate::{Activation, Approximate, Layout, TensorDesc};
 
     pub(super) fn spec(
@@ -478,7 +324,8 @@ mod tests {
     #[test]
     fn kernels_compile_without_spills() {
         let types = [DType::F32, DType::F16, DType::BF16];
-        let mut kernels: Vec<_> = types.map(|dtype| filter_kernel(dtype, 64)).into();
+        let filters = types.map(|dtype| [false, true].map(|video| filter_kernel(dtype, 64, video)));
+        let mut kernels = filters.as_flattened().to_vec();
         for dtype in [DType::F32, DType::F16] {
             for (order, taps, padding) in
                 [(NCHW, 3, 1), (NCHW, 1, 0), (NHWC, 3, 1), (NHWC, 1, 0), (NCHW, 3, 0)]
@@ -491,6 +338,8 @@ mod tests {
                 for cut in Cut::all(&spec, &problem).filter(|cut| [1, 8].contains(&cut.parts)) {
                     let residual = spec.clone().with_residual(true);
                     kernels.extend([&spec, &residual].map(|s| product(s, &problem, cut, true)));
+                    let video = Problem { frames: FrameReads::EXAMPLE.frames, ..problem };
+                    kernels.push(product(&residual, &video, cut, true));
                 }
             }
         }

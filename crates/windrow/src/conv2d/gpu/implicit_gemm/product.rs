@@ -1,7 +1,7 @@
 //! The kernels of the product and the shape of their blocks.
 
-use super::Params;
 use super::cut::{Cut, Gather, STEP, gather, is_padded, stores_pixels, stores_vectors};
+use super::run::{Params, VideoParams};
 use crate::DType;
 use crate::conv2d::gpu::{kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -37,7 +37,7 @@ fn f32_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Kerne
     // Behind the stages: rows of the tile, for each warp constants of its channels and a scale, barriers.
     let of_warps = CONSUMER_WARPS * (2 * cut.block * size_of::<f32>() + 16);
     let shared = stages * (stage + 16) + cut.pixels * 8 + of_warps + 16;
-    with_epilogue(kernel(&PRODUCT, "implicit_gemm", DType::F32), spec)
+    let product = with_epilogue(kernel(&PRODUCT, "implicit_gemm", DType::F32), spec)
         .needs(Feature::WarpgroupProducts)
         .define("GATHER", gather(spec, p, cut, aligned) as i32)
         .define("PADDED", i32::from(is_padded(p)))
@@ -47,8 +47,16 @@ fn f32_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Kerne
         .define("CHANNELS_LAST_OUT", i32::from(aligned && stores_vectors(&spec.y, p)))
         .define("INPUT_EXPONENT", INPUT_EXPONENT)
         .define("FILTER_EXPONENT", FILTER_EXPONENT)
-        .params::<Params>()
-        .shared_bytes(shared as u32)
+        .shared_bytes(shared as u32);
+    with_params(product, p)
+}
+
+/// The product with its parameters, over images or over the frames of a video.
+fn with_params(product: KernelSpec, p: &Problem) -> KernelSpec {
+    match p.is_video() {
+        true => product.define("FRAMES", 1).params::<VideoParams>(),
+        false => product.params::<Params>(),
+    }
 }
 
 fn half_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
@@ -63,7 +71,7 @@ fn half_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Kern
         _ => 0,
     };
     let maps = cut.maps && aligned;
-    with_epilogue(kernel(&HALF_PRODUCT, "implicit_gemm_half", spec.x.dtype), spec)
+    let product = with_epilogue(kernel(&HALF_PRODUCT, "implicit_gemm_half", spec.x.dtype), spec)
         .needs(Feature::WarpgroupProducts)
         .define("GATHER", if maps { Gather::Map } else { Gather::Channels } as i32)
         .define("PADDED", i32::from(is_padded(p)))
@@ -74,8 +82,8 @@ fn half_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Kern
         .define("RESIDENT", if maps { cut.resident() } else { 1 })
         .define("PRODUCERS", producers(maps))
         .define("OUT", out)
-        .params::<Params>()
-        .shared_bytes(shared as u32)
+        .shared_bytes(shared as u32);
+    with_params(product, p)
 }
 
 /// The threads of a block of the product for f16/bf16 with a map of x.

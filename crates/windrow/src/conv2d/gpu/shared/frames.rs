@@ -81,6 +81,17 @@ impl FrameParams {
         FrameParams { padding, t: count as i32, ..self }
     }
 
+    /// The same for copies of x and of the initial frames, of which the latter are at `initial`, with strides of image,
+    /// channel, row and column.
+    pub(crate) fn copied(self, strides: [i64; 4], initial: *const u8) -> Self {
+        FrameParams { x_t: strides[0], initial_strides: strides, initial, ..self }
+    }
+
+    /// The strides of the initial frames, of frame, channel, row and column.
+    pub(crate) fn initial_strides(&self) -> [i64; 4] {
+        self.initial_strides
+    }
+
     /// The kernel with the loop over frames, if it reads a video.
     pub(crate) fn defined(kernel: KernelSpec, reads: Option<&FrameReads>) -> KernelSpec {
         match reads {

@@ -10,6 +10,7 @@ pub(super) mod parameters;
 pub(super) mod parts;
 pub(super) mod shape;
 pub(super) mod split;
+pub(super) mod video_input;
 pub(super) mod weight_product;
 
 use crate::gpu::Source;

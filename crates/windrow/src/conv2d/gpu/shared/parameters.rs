@@ -58,10 +58,13 @@ impl Seen {
     /// The same for a kernel that reads the filter in its memory order: a filter in another order counts as another
     /// filter.
     pub(crate) fn in_order_of(self, w: &TensorDesc) -> Self {
-        let mixed = |ticket: u64, &stride: &isize| {
-            (ticket ^ stride as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
-        };
-        Seen { ticket: w.strides().iter().fold(self.ticket, mixed), ..self }
+        w.strides().iter().fold(self, |seen, &stride| seen.with_stride(stride))
+    }
+
+    /// The same with another stride of the filter's.
+    pub(crate) fn with_stride(self, stride: isize) -> Self {
+        let mixed = (self.ticket ^ stride as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Seen { ticket: mixed.rotate_left(29), ..self }
     }
 }
 

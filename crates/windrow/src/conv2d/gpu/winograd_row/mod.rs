@@ -9,13 +9,14 @@ mod video;
 use self::geometry::Geometry;
 use self::kernel::{Fused, Piece};
 use self::sizes::Sizes;
-use self::video::VideoInput;
 use super::ALIGNMENT;
 use super::facts::{has_vectors, is_strict, may_transform, packed_parts};
 use super::input::{Input, is_aligned, most_images};
 use super::method::{About, Method, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::shared::frames::FrameMax;
 use super::shared::matrix::matrix;
+use super::shared::video_input::VideoInput;
 use super::split::{self, exponent};
 use super::task::Task;
 use super::{Seen, kernel, source, strides};
@@ -63,6 +64,8 @@ pub(crate) struct WinogradRow {
     images: usize,
     input: Input,
     video: Option<VideoInput>,
+    /// Of videos in f32.
+    frame_max: Option<FrameMax>,
     /// True if the layout of y allows vector stores at an aligned address.
     vectors: bool,
     pack_filter: &'static Kernel,
@@ -198,10 +201,8 @@ impl WinogradRow {
         let sizes = Sizes::new(task);
         let video = frames.map(|reads| VideoInput::new(gpu, (spec, problem), reads)).transpose()?;
         // What is read: the images themselves, or the frames of a video.
-        let read = match &video {
-            Some(video) => &video.spec_of_x(spec)?,
-            None => spec,
-        };
+        let x = frames.map_or(Ok(spec.x), |reads| reads.images(&spec.x))?;
+        let read = &Conv2dSpec { x, ..spec.clone() };
         let used = sizes.bytes() + video.as_ref().map_or(0, VideoInput::copy_bytes);
         let room = task.options.memory.map(|memory| memory.saturating_sub(used));
         let most = sizes.images_with(most_images(read, room));
@@ -216,6 +217,9 @@ impl WinogradRow {
             sizes,
             images,
             input: Input::new(gpu, read, problem, sizes.copied(images))?,
+            frame_max: (video.is_some() && spec.x.dtype == DType::F32)
+                .then(|| FrameMax::new(gpu))
+                .transpose()?,
             video,
             vectors,
             pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, &sizes))?,

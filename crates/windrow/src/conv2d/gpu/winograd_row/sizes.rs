@@ -9,7 +9,6 @@ use crate::conv2d::gpu::facts::is_strict;
 use crate::conv2d::gpu::input;
 use crate::conv2d::gpu::split;
 use crate::conv2d::gpu::task::Task;
-use crate::conv2d::problem::Frames;
 use crate::conv2d::{Conv2dSpec, Problem};
 
 /// The properties on which sizes depend.
@@ -71,17 +70,12 @@ impl Sizes {
 
     /// The images of x, or frames, that are copied for so many images of y.
     pub(super) fn copied(&self, images: usize) -> usize {
-        let Some(FrameReads { frames, .. }) = self.reads else { return images };
-        (images.saturating_sub(1) * frames.stride + span(&frames)).min(frames.t)
+        self.reads.map_or(images, |reads| reads.copied(images))
     }
 
     /// The images of y for which at most so many images of x are copied, but at least one.
     pub(super) fn images_with(&self, copied: usize) -> usize {
-        let Some(FrameReads { frames, .. }) = self.reads else { return copied };
-        match copied >= frames.t {
-            true => frames.ot,
-            false => copied.saturating_sub(span(&frames)) / frames.stride + 1,
-        }
+        self.reads.map_or(copied, |reads| reads.images_with(copied))
     }
 
     /// True if images are the frames of a video.
@@ -168,9 +162,4 @@ impl Sizes {
         };
         (1..=most).min_by(|&a, &b| cost(a).total_cmp(&cost(b))).unwrap_or(most)
     }
-}
-
-/// The frames that one image reads, with those between them.
-fn span(frames: &Frames) -> usize {
-    (frames.kt - 1) * frames.dilation + 1
 }

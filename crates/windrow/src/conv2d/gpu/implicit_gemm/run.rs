@@ -1,0 +1,261 @@
+//! The launches of the product, over images or over the frames of a video.
+
+use super::cut::{corners, lies_like};
+use super::product::threads;
+use super::{ImplicitGemm, Input};
+use crate::Result;
+use crate::conv2d::gpu::input::is_aligned;
+use crate::conv2d::gpu::prepared::Operands;
+use crate::conv2d::gpu::shape::ConvShape;
+use crate::conv2d::gpu::shared::frames::FrameParams;
+use crate::conv2d::gpu::shared::video_input::VideoInput;
+use crate::conv2d::gpu::{Divisor, strides};
+use crate::gpu::{Kernel, Launch, Stream, TensorMap, TensorPixels, params};
+
+params! {
+    pub(super) struct Params: ConvShape {
+        map: TensorMap,
+        filter: *const u8,
+        filter_inverse: *const u8,
+        pixels: i32,
+        r: i32,
+        group_c: i32,
+        unit_k: i32,
+        steps: i32,
+        tiles: i32,
+        image_pixels: Divisor,
+        ow_by: Divisor,
+        k_blocks: Divisor,
+        unit_blocks: Divisor,
+        group_k: Divisor,
+        c: Divisor,
+        s: Divisor,
+    }
+
+    pub(super) struct VideoParams: Params {
+        initial_map: TensorMap,
+        frames: FrameParams,
+        frame_r: Divisor,
+        all_c: i32,
+    }
+}
+
+/// Images that a launch reads.
+struct Images {
+    /// Images of y.
+    n: usize,
+    strides: [i64; 4],
+    /// True if their kernel takes a map of them.
+    maps: bool,
+    video: Option<Frames>,
+}
+
+/// The frames of a video that a launch reads.
+struct Frames {
+    /// Frames of x.
+    count: usize,
+    params: FrameParams,
+    /// The initial frames, with their number.
+    initial: Option<(*const u8, usize)>,
+}
+
+impl ImplicitGemm {
+    /// # Safety
+    /// As [`Prepared::run`](super::Prepared::run).
+    pub(super) unsafe fn run_images(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+    ) -> Result<()> {
+        let out_aligned = operands.is_out_aligned(16);
+        let strides_of_x = strides(&self.spec.x);
+        let n = self.problem.n;
+        let Some(input) = &self.input else {
+            let kernel = self.kernel(is_aligned(operands.x) && out_aligned)?;
+            let x = Images { n, strides: strides_of_x, maps: false, video: None };
+            // SAFETY: the caller's promise.
+            return unsafe { self.launch(stream, kernel, packed, operands, x) };
+        };
+        let maps = self.cut.maps && out_aligned;
+        let kernel = self.kernel(out_aligned)?;
+        if self.copies_nothing(input) && is_aligned(operands.x) {
+            let x = Images { n, strides: strides_of_x, maps, video: None };
+            // SAFETY: the caller's promise.
+            return unsafe { self.launch(stream, kernel, packed, operands, x) };
+        }
+        let images = input.copied_images();
+        for first in (0..n).step_by(images) {
+            let n = images.min(n - first);
+            let piece = operands.after_images(&self.spec, first);
+            let copied = Operands { x: piece.scratch, ..piece };
+            let x = Images { n, strides: self.copied_strides(input), maps, video: None };
+            // SAFETY: the caller's promise; `n` images fit the copy.
+            unsafe {
+                self.copy(stream, input, (piece.x, n), piece.scratch)?;
+                self.launch(stream, kernel, packed, copied, x)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`Prepared::run`](super::Prepared::run).
+    pub(super) unsafe fn run_video(
+        &self,
+        video: &VideoInput,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+    ) -> Result<()> {
+        let (n, out_aligned) = (self.problem.n, operands.is_out_aligned(16));
+        let initial = operands.initial.map(|at| (at, video.reads.initial_count()));
+        let in_place = self.reads_in_place(video, operands.x, operands.initial);
+        let (kernel, maps) = match &self.input {
+            None => (self.kernel(in_place && out_aligned)?, false),
+            Some(_) => (self.kernel(out_aligned)?, self.cut.maps && out_aligned),
+        };
+        let copied = self.input.as_ref().filter(|_| !in_place);
+        let images = if copied.is_some() { self.images } else { n };
+        let copy = operands.scratch.wrapping_add(video.copy_bytes());
+        // Initial frames come first in the scratch memory.
+        let initial_copy = initial.map(|(_, count)| (operands.scratch.cast_const(), count));
+        if let (Some(input), Some(initial), Some(_)) = (&video.initial, initial, copied) {
+            // SAFETY: the caller's promise; the initial frames fit their copy.
+            unsafe { self.copy(stream, input, initial, operands.scratch)? };
+        }
+        for piece in video.pieces(&self.spec, n, images, operands) {
+            let (at, count) = piece.x;
+            let (x, strides, params, initial) = match copied {
+                None => (at, strides(&self.spec.x), piece.frames, initial),
+                Some(input) => {
+                    let strides = self.copied_strides(input);
+                    let params = piece.frames.copied(strides, operands.scratch);
+                    (copy.cast_const(), strides, params, initial_copy)
+                }
+            };
+            let video = Some(Frames { count, params, initial });
+            let images = Images { n: piece.images.len(), strides, maps, video };
+            let piece_operands = Operands { x, ..piece.operands };
+            // SAFETY: the caller's promise; the frames of a piece fit the copy.
+            unsafe {
+                if let Some(input) = copied {
+                    self.copy(stream, input, (at, count), copy)?;
+                }
+                self.launch(stream, kernel, packed, piece_operands, images)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// True if x and the initial frames at these addresses are read where they lie, in f32 by vectors.
+    pub(super) fn reads_in_place(
+        &self,
+        video: &VideoInput,
+        x: *const u8,
+        initial: Option<*const u8>,
+    ) -> bool {
+        let likewise = lies_like(&self.spec.x, &video.reads, self.cut.vector());
+        let aligned = is_aligned(x) && initial.is_none_or(is_aligned);
+        let in_place = self.input.as_ref().is_none_or(|input| self.copies_nothing(input));
+        likewise && aligned && in_place && video.reads_in_place(initial)
+    }
+
+    /// # Safety
+    /// `x` must be so many images of the input, and `to` memory for their copy.
+    unsafe fn copy(
+        &self,
+        stream: &Stream,
+        input: &Input,
+        (x, n): (*const u8, usize),
+        to: *mut u8,
+    ) -> Result<()> {
+        if self.problem.h * self.problem.w == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { input.copy(stream, x, n, to, std::ptr::null_mut()) }
+    }
+
+    /// The strides of a copy.
+    fn copied_strides(&self, input: &Input) -> [i64; 4] {
+        let p = &self.problem;
+        let [c, row] = [input.channels(), input.channels() * p.w].map(|stride| stride as i64);
+        [row * p.h as i64, 1, row, c]
+    }
+
+    /// # Safety
+    /// As [`Prepared::run`](super::Prepared::run), for these images.
+    unsafe fn launch(
+        &self,
+        stream: &Stream,
+        kernel: &'static Kernel,
+        packed: *const u8,
+        operands: Operands,
+        x: Images,
+    ) -> Result<()> {
+        let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
+        let k_blocks = self.cut.k_blocks(p);
+        let pixels = x.n * self.image_pixels;
+        let tiles = pixels.div_ceil(self.cut.pixels) * k_blocks;
+        let map = match x.maps {
+            true => {
+                let count = x.video.as_ref().map_or(x.n, |video| video.count);
+                self.map(operands.x, count, x.strides)?
+            }
+            false => TensorMap::NONE,
+        };
+        let shape = ConvShape::new(&self.spec, p, [&self.spec.x, &self.spec.y], &operands);
+        let params = Params {
+            base: ConvShape { x_strides: x.strides, ..shape },
+            map,
+            filter: packed,
+            filter_inverse: packed.wrapping_add(self.filter_bytes()),
+            pixels: pixels as i32,
+            r: (p.frames.kt * p.r) as i32,
+            group_c: p.c_group() as i32,
+            unit_k: unit.k as i32,
+            steps: self.cut.steps(p) as i32,
+            tiles: tiles as i32,
+            image_pixels: Divisor::new(self.image_pixels.max(1)),
+            ow_by: Divisor::new(p.ow.max(1)),
+            k_blocks: Divisor::new(k_blocks),
+            unit_blocks: Divisor::new(unit.blocks),
+            group_k: Divisor::new(p.k_group()),
+            c: Divisor::new(self.cut.term_channels(p)),
+            s: Divisor::new(p.s),
+        };
+        let blocks = self.cut.launched(self.gpu.info.multiprocessors, tiles);
+        let launch = Launch::line(blocks, threads(x.maps));
+        let Some(Frames { params: frames, initial, .. }) = x.video else {
+            // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+            return unsafe { kernel.launch(stream, launch, &params) };
+        };
+        let initial_map = match initial {
+            Some((at, count)) if x.maps => self.map(at, count, frames.initial_strides())?,
+            _ => TensorMap::NONE,
+        };
+        let (frame_r, all_c) = (Divisor::new(p.r), p.c as i32);
+        let params = VideoParams { base: params, initial_map, frames, frame_r, all_c };
+        // SAFETY: as above.
+        unsafe { kernel.launch(stream, launch, &params) }
+    }
+
+    /// The copy engine's description of so many images.
+    fn map(&self, address: *const u8, n: usize, strides: [i64; 4]) -> Result<TensorMap> {
+        let p = &self.problem;
+        let [first, last] = corners(p).map(|corner| corner.map(|at| at as i32));
+        let pixels = TensorPixels {
+            dtype: self.spec.x.dtype,
+            address,
+            dims: [p.c, p.w, p.h, n],
+            // That of a dimension of one element is 0 here.
+            strides: [strides[3], strides[2], strides[0]].map(|s| (s as usize).max(p.c)),
+            first,
+            last,
+            step: [p.stride[1] as u32, p.stride[0] as u32],
+            pixels: self.cut.pixels,
+        };
+        TensorMap::of_pixels(self.gpu, &pixels)
+    }
+}

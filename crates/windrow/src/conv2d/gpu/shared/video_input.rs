@@ -1,0 +1,75 @@
+//! The frames of a video as images that are read in place or copied.
+
+use super::frames::FrameParams;
+use super::input::{Input, is_aligned};
+use crate::Result;
+use crate::conv2d::frame_reads::FrameReads;
+use crate::conv2d::gpu::Operands;
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::gpu::Gpu;
+use std::ops::Range;
+
+/// The frames of a video, of which the initial ones are images of their own.
+#[derive(Debug)]
+pub(crate) struct VideoInput {
+    pub(crate) reads: FrameReads,
+    pub(crate) initial: Option<Input>,
+}
+
+/// The images of y that are computed together, and the frames of x that they read.
+pub(crate) struct VideoPiece {
+    pub(crate) images: Range<usize>,
+    /// The first frame and their number.
+    pub(crate) x: (*const u8, usize),
+    pub(crate) frames: FrameParams,
+    /// Those of a run, for these images of y.
+    pub(crate) operands: Operands,
+}
+
+impl VideoInput {
+    pub(crate) fn new(
+        gpu: &'static Gpu,
+        (spec, p): (&Conv2dSpec, &Problem),
+        reads: FrameReads,
+    ) -> Result<Self> {
+        let initial = reads.initial_images(&spec.x)?.map(|x| {
+            let spec = Conv2dSpec { x, ..spec.clone() };
+            Input::new(gpu, &spec, p, reads.initial_count())
+        });
+        Ok(VideoInput { reads, initial: initial.transpose()? })
+    }
+
+    /// Bytes of the copy of the initial frames.
+    pub(crate) fn copy_bytes(&self) -> usize {
+        self.initial.as_ref().map_or(0, Input::copy_bytes)
+    }
+
+    /// True if the initial frames at this address are not copied.
+    pub(crate) fn reads_in_place(&self, initial: Option<*const u8>) -> bool {
+        let reads = |input: &Input, at| input.in_place && is_aligned(at);
+        self.initial.as_ref().zip(initial).is_none_or(|(input, at)| reads(input, at))
+    }
+
+    /// The pieces of `n` images of y, at most `images` of them together.
+    pub(crate) fn pieces(
+        &self,
+        spec: &Conv2dSpec,
+        n: usize,
+        images: usize,
+        operands: Operands,
+    ) -> impl Iterator<Item = VideoPiece> {
+        let (reads, spec) = (self.reads, spec.clone());
+        let all = FrameParams::new(Some(&reads), operands.initial, 0);
+        (0..n).step_by(images).map(move |first| {
+            let images = first..n.min(first + images);
+            let window = reads.window(images.clone());
+            let bytes = reads.x.wrapping_mul((window.start * spec.x.dtype.size()) as isize);
+            VideoPiece {
+                images,
+                x: (operands.x.wrapping_offset(bytes), window.len()),
+                frames: all.piece(first, window.start, window.len()),
+                operands: operands.after_images(&spec, first),
+            }
+        })
+    }
+}
