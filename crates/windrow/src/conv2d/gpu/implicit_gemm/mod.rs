@@ -4,6 +4,7 @@
 
 mod cut;
 mod filter;
+mod parameters;
 mod product;
 mod run;
 

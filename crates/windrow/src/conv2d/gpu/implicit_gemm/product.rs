@@ -1,7 +1,7 @@
 //! The kernels of the product and the shape of their blocks.
 
 use super::cut::{Cut, Gather, STEP, gather, is_padded, stores_pixels, stores_vectors};
-use super::run::{Params, VideoParams};
+use super::parameters::{Params, VideoParams};
 use crate::DType;
 use crate::conv2d::gpu::{kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};

@@ -1,6 +1,7 @@
 //! The launches of the product, over images or over the frames of a video.
 
 use super::cut::{corners, lies_like};
+use super::parameters::{Params, VideoParams};
 use super::product::threads;
 use super::{ImplicitGemm, Input};
 use crate::Result;
@@ -10,35 +11,7 @@ use crate::conv2d::gpu::shape::ConvShape;
 use crate::conv2d::gpu::shared::frames::FrameParams;
 use crate::conv2d::gpu::shared::video_input::VideoInput;
 use crate::conv2d::gpu::{Divisor, strides};
-use crate::gpu::{Kernel, Launch, Stream, TensorMap, TensorPixels, params};
-
-params! {
-    pub(super) struct Params: ConvShape {
-        map: TensorMap,
-        filter: *const u8,
-        filter_inverse: *const u8,
-        pixels: i32,
-        r: i32,
-        group_c: i32,
-        unit_k: i32,
-        steps: i32,
-        tiles: i32,
-        image_pixels: Divisor,
-        ow_by: Divisor,
-        k_blocks: Divisor,
-        unit_blocks: Divisor,
-        group_k: Divisor,
-        c: Divisor,
-        s: Divisor,
-    }
-
-    pub(super) struct VideoParams: Params {
-        initial_map: TensorMap,
-        frames: FrameParams,
-        frame_r: Divisor,
-        all_c: i32,
-    }
-}
+use crate::gpu::{Kernel, Launch, Stream, TensorMap, TensorPixels};
 
 /// Images that a launch reads.
 struct Images {
