@@ -2,13 +2,14 @@
 
     python benchmarks/conv3d_layers.py [--only WORD ...] [--types f32 tf32 bf16 bf16-half] [--record DIRECTORY]
 
-The layers are those of video decoders, with zeros around all directions, and some with filters of frames alone and
-with strides. Types: `f32` is strict, with TF32 off in cuDNN; `tf32` allows it in both; `bf16` is Windrow's default
-accuracy, and `bf16-half` its accuracy `half`, which allows Winograd's transforms. cuDNN is measured in both layouts and
-its better one counts. Windrow is measured in both as well, by the algorithm that it chooses and by each of its own that it has for
-the layer. Times are medians of replays of CUDA graphs, in turns. Each result is compared in f64 on a corner of the
-images. A row with `initial` puts two frames before the video: Windrow reads them where they lie, PyTorch concatenates
-them. TFLOP/s are those of the definition. With --record the figures are written as conv3d_layers.json and .md.
+The layers are those of video decoders, with zeros around all directions, and some with filters of frames alone and with
+strides. Types: `f32` is strict, with TF32 off in cuDNN; `tf32` allows it in both; `bf16` is Windrow's default accuracy,
+and `bf16-half` its accuracy `half`, which allows Winograd's transforms. cuDNN is measured in both layouts and its
+better one counts. Windrow is measured in both as well, by the algorithm that it chooses and by each of its own that it
+has for the layer. Times are medians of replays of CUDA graphs, in turns. Each result is compared in f64 on a corner of
+the images. A row with `initial` puts two frames before the video: Windrow reads them where they lie, PyTorch
+concatenates them. TFLOP/s are those of the definition. With --record the figures are written as conv3d_layers.json and
+.md.
 """
 
 import argparse

@@ -63,7 +63,7 @@ impl FrameReads {
     }
 
     /// The frames that one image reads, with those between them.
-    fn span(&self) -> usize {
+    pub(crate) fn span(&self) -> usize {
         (self.frames.kt - 1) * self.frames.dilation + 1
     }
 

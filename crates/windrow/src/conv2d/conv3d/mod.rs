@@ -1,6 +1,7 @@
 //! Three-dimensional convolution: the convolutions of images, over the frames of a video.
 
 mod args;
+mod chunks;
 mod frames;
 mod plan;
 pub(crate) mod random;

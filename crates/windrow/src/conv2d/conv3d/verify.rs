@@ -1,6 +1,6 @@
 //! The cases of conv3d for `windrow verify`.
 
-use super::{Conv3dArgs, Conv3dOutputs, Conv3dPlan, Conv3dSpec};
+use super::{Conv3dArgs, Conv3dOutputs, Conv3dPlan, Conv3dSpec, chunks};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv3dParams, TimePadding, Weights};
 use crate::verification::data::Held;
 use crate::verification::{Case, Check, random};
@@ -48,12 +48,12 @@ const SHAPES: [Shape; 31] = [
     ([1, 128, 4, 6, 10], [64, 3, 3, 3], [2, 1, 1], [1; 3], [1; 3], 1),
 ];
 
-/// Dense layouts, and some with gaps after videos, channels (or frames) and rows.
+/// Dense layouts, and some with gaps after everything but the innermost elements.
 const LAYOUTS: [&str; 4] = ["contiguous", "channels_last", "gaps", "channels_last gaps"];
 
-/// The cases: every algorithm, type, layout and shape, with bias and activations in turn.
+/// The cases: every algorithm, type, layout and shape, with bias and activations in turn, and videos in chunks.
 pub(crate) fn cases(device: Device) -> Vec<Case> {
-    let mut cases = Vec::new();
+    let mut cases = chunks::cases(device);
     for (i, shape) in SHAPES.iter().enumerate() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let activation = Activation::ALL[i % Activation::ALL.len()];
@@ -119,7 +119,7 @@ fn spec(
     if layout.ends_with("gaps") {
         for desc in [&mut spec.x, &mut spec.y] {
             let mut strides = desc.strides().to_vec();
-            strides[..4].iter_mut().for_each(|stride| *stride *= 2);
+            order[..4].iter().for_each(|&d| strides[d] *= 2);
             desc.layout = Layout::strided(desc.shape(), &strides)?;
         }
     }

@@ -12,10 +12,10 @@ use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, gather, rows_lie_like};
 use self::filter::filter_kernel;
 use self::product::product;
 use super::facts::packed_parts;
-use super::input::{Input, copy_kernel, is_aligned, most_images};
+use super::input::{Input, copy_kernel, is_aligned};
 use super::method::{About, Method, Parameter, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
-use super::shared::video_input::VideoInput;
+use super::shared::video_input::{VideoInput, images_at_once};
 use super::split;
 use super::task::Task;
 use super::{ALIGNMENT, Seen};
@@ -176,8 +176,7 @@ impl ImplicitGemm {
             }
             false => gpu.kernels([&aligned, &pack_filter]),
         }?;
-        let most = most_images(&spec, None);
-        let images = frames.map_or(most, |reads| reads.images_with(most));
+        let images = images_at_once(&spec, frames.as_ref(), None);
         let copied = frames.map_or(images, |reads| reads.copied(images));
         let input = cut.half.then(|| Input::new(gpu, &spec, problem, copied)).transpose()?;
         Ok(ImplicitGemm {

@@ -1,13 +1,27 @@
 //! The frames of a video as images that are read in place or copied.
 
 use super::frames::FrameParams;
-use super::input::{Input, is_aligned};
+use super::input::{Input, copy_engine_reads, is_aligned, most_images};
 use crate::Result;
 use crate::conv2d::frame_reads::FrameReads;
 use crate::conv2d::gpu::Operands;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::Gpu;
 use std::ops::Range;
+
+/// The largest number of images of y that are computed together if x is copied, within `bytes` for the copy, if that is
+/// given. `spec` has what is read: images, or the frames of a video. Of these at least twice as many are copied as an image
+/// reads, because pieces copy the frames that they share once each.
+pub(crate) fn images_at_once(
+    spec: &Conv2dSpec,
+    reads: Option<&FrameReads>,
+    bytes: Option<usize>,
+) -> usize {
+    let most = most_images(spec, bytes);
+    let Some(reads) = reads else { return most };
+    let least = if bytes.is_some() || copy_engine_reads(spec) { 1 } else { 2 * reads.span() };
+    reads.images_with(most.max(least))
+}
 
 /// The frames of a video, of which the initial ones are images of their own.
 #[derive(Debug)]

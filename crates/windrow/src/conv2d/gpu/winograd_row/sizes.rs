@@ -73,11 +73,6 @@ impl Sizes {
         self.reads.map_or(images, |reads| reads.copied(images))
     }
 
-    /// The images of y for which at most so many images of x are copied, but at least one.
-    pub(super) fn images_with(&self, copied: usize) -> usize {
-        self.reads.map_or(copied, |reads| reads.images_with(copied))
-    }
-
     /// True if images are the frames of a video.
     pub(super) fn is_video(&self) -> bool {
         self.reads.is_some()
