@@ -265,8 +265,8 @@ impl Prepared for FewTaps {
             filter: packed,
             pixels: pixels as i32,
             groups: groups as i32,
-            image_groups: Divisor::new(pixels.div_ceil(GROUP).max(1)),
-            ow_by: Divisor::new(p.ow.max(1)),
+            image_groups: Divisor::new(pixels.div_ceil(GROUP)),
+            ow_by: Divisor::new(p.ow),
             filter_area: Divisor::new(p.r * p.s),
             filter_width: Divisor::new(p.s),
         };

@@ -188,8 +188,8 @@ impl Prepared for Groups {
             units: shape.units as i32,
             group_k: Divisor::new(p.k_group()),
             channels: Divisor::new(shape.channels),
-            rows: Divisor::new(shape.rows.max(1)),
-            columns: Divisor::new(shape.columns.max(1)),
+            rows: Divisor::new(shape.rows),
+            columns: Divisor::new(shape.columns),
         };
         let launch = Launch::line(shape.blocks, form.threads());
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.

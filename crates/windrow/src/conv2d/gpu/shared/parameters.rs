@@ -78,7 +78,9 @@ pub(crate) struct Divisor {
 }
 
 impl Divisor {
+    /// The divisor; 1 instead of 0, by which nothing is divided (the taps of a filter that has none).
     pub(crate) fn new(value: usize) -> Self {
+        let value = value.max(1);
         let bits = value.next_power_of_two().trailing_zeros();
         let factor =
             if value == 1 { 0 } else { (1u64 << (31 + bits)).div_ceil(value as u64) as u32 };
@@ -108,6 +110,11 @@ mod tests {
         assert_eq!(of(&[0, 1, 2, 3]), of(&[0, 1, 2, 3]));
         assert_ne!(of(&[0, 1, 2, 3]), of(&[0, 2, 3, 1]));
         assert_ne!(of(&[0, 1, 2, 3]), of(&[0, 1, 3, 2]));
+    }
+
+    #[test]
+    fn a_divisor_is_not_zero() {
+        assert_eq!(Divisor::new(0).value, 1);
     }
 
     #[test]

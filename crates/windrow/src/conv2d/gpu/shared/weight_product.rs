@@ -241,8 +241,8 @@ impl WeightProduct {
             steps: self.shape.rows.div_ceil(STEP_ROWS) as i32,
             parts: self.cut.parts as i32,
             pairs: i32::from(pairs),
-            m_tiles: Divisor::new(m_tiles.max(1)),
-            n_tiles: Divisor::new(n_tiles.max(1)),
+            m_tiles: Divisor::new(m_tiles),
+            n_tiles: Divisor::new(n_tiles),
             positions: Divisor::new(self.shape.positions),
             taps,
         };
