@@ -1,8 +1,9 @@
 //! Decoding: a few new tokens for each entry of a batch, and the states advanced in place.
 
 use crate::causal_conv1d::Problem;
-use crate::causal_conv1d::cpu::shared::kernel::{Sum, TOKENS, along_channels};
+use crate::causal_conv1d::cpu::shared::kernel::{TOKENS, along_channels};
 use crate::causal_conv1d::cpu::shared::operand::{Staged, join, split};
+use crate::causal_conv1d::cpu::shared::store::Sum;
 use crate::causal_conv1d::cpu::shared::{GROUP, Operand, Parameters, Tile};
 use crate::causal_conv1d::sequences::Indices;
 use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, array, dispatch, parallel_for_workers};

@@ -7,7 +7,8 @@
 
 pub(crate) mod gradients;
 
-use super::shared::kernel::{Sum, TOKENS, along_channels, along_tokens};
+use super::shared::kernel::{TOKENS, along_channels, along_tokens};
+use super::shared::store::Sum;
 use super::shared::{GROUP, Inputs, Operand, Outputs, Parameters, Tile};
 use crate::causal_conv1d::sequences::Run;
 use crate::causal_conv1d::split::Split;

@@ -1,31 +1,13 @@
 //! The inner loops, each a kernel of its own, compiled for each instruction set, element type and width.
 
-use super::epilogue::{silu, silu_of_all};
+use super::epilogue::silu_of_all;
 use super::operand::Staged;
-use crate::Activation;
-use crate::cpu::math::{activate, activate_all};
-use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement, seldom};
+use super::store::{Sum, clamped, put_tokens, store};
+use crate::cpu::{Kernel, Simd, SimdElement};
 
 /// Tokens that [`along_channels`] computes at once where there are several, so that each is loaded
 /// once for all taps.
 pub(crate) const TOKENS: usize = 4;
-
-/// The sum, and the operations that are applied to it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Sum {
-    pub width: usize,
-    pub activation: Activation,
-    /// Write around the cache.
-    pub stream: bool,
-}
-
-impl Sum {
-    /// True if the activation is SiLU, as in Mamba's layers. Loops of their own hold SiLU's constants in registers.
-    #[inline(always)]
-    fn is_silu(self) -> bool {
-        self.activation == Activation::Silu
-    }
-}
 
 /// Vectors that the loops take at once. A pair of bf16 vectors is taken apart and put together with fewer shuffles than
 /// two vectors, and a pair of f16 or bf16 vectors fills a line of the cache.
@@ -70,68 +52,6 @@ unsafe fn load_parameters<S: Simd, T: SimdElement, const V: usize>(
             v
         } else {
             [s.load(p); V]
-        }
-    }
-}
-
-/// Stores the activation of `v`, around the cache if asked to and the address allows it. `SILU`: it is SiLU.
-///
-/// # Safety
-/// `V * LANES` elements are writable at `y`.
-#[inline(always)]
-unsafe fn store<S: Simd, T: SimdElement, const V: usize, const SILU: bool>(
-    s: S,
-    sum: Sum,
-    y: *mut T,
-    mut v: [S::F32; V],
-) {
-    use Activation::{Identity, Relu, Relu6};
-    debug_assert_eq!(SILU, sum.is_silu());
-    if SILU {
-        for v in &mut v {
-            *v = silu::<S, T>(s, *v);
-        }
-    } else if !matches!(sum.activation, Identity | Relu | Relu6) {
-        // No model has it here.
-        seldom();
-        let mut lanes = [0f32; 2 * MAX_LANES];
-        // SAFETY: V vectors of at most MAX_LANES elements.
-        unsafe {
-            for (i, v) in v.iter().enumerate() {
-                s.store(lanes.as_mut_ptr().add(i * S::LANES), *v);
-            }
-            activate_all(s, sum.activation, lanes.as_mut_ptr(), V * S::LANES);
-            for (i, v) in v.iter_mut().enumerate() {
-                *v = s.load(lanes.as_ptr().add(i * S::LANES));
-            }
-        }
-    } else {
-        for v in &mut v {
-            *v = match sum.activation {
-                Relu => activate(s, Relu, *v),
-                Relu6 => activate(s, Relu6, *v),
-                _ => *v,
-            };
-        }
-    }
-    // SAFETY: passed on.
-    unsafe { put::<S, T, V>(s, sum, y, v) }
-}
-
-/// Stores `v`, around the cache if asked to and the address allows it.
-///
-/// # Safety
-/// `V * LANES` elements are writable at `y`.
-#[inline(always)]
-unsafe fn put<S: Simd, T: SimdElement, const V: usize>(s: S, sum: Sum, y: *mut T, v: [S::F32; V]) {
-    let stream = sum.stream && y.addr().is_multiple_of(V * S::LANES * size_of::<T>());
-    // SAFETY: promised by the caller; what is streamed is aligned.
-    unsafe {
-        match (V, stream) {
-            (2, true) => T::store2::<S, true>(s, y, [v[0], v[V - 1]]),
-            (2, false) => T::store2::<S, false>(s, y, [v[0], v[V - 1]]),
-            (_, true) => T::stream(s, y, v[0]),
-            (_, false) => T::store(s, y, v[0]),
         }
     }
 }
@@ -318,6 +238,7 @@ unsafe fn along_channels_by<
     // By value: for all that the compiler knows, a store could change what a reference leads to.
     let staged = *staged;
     let step = V * S::LANES;
+    let streams = sum.stream && y_token.unsigned_abs().is_multiple_of(step);
     // SAFETY: promised by the caller; `t` stays at most max(n, N) - N and `c` at most
     // channels - step.
     unsafe {
@@ -338,14 +259,20 @@ unsafe fn along_channels_by<
                         }
                     }
                 }
+                let y = (y.add(c), y_token);
                 if SILU {
                     silu_of_all::<S, T, V, N>(s, &mut sums);
-                }
-                for (i, sums) in sums.iter().enumerate() {
-                    let y = y.offset(i as isize * y_token).add(c);
-                    match SILU {
-                        true => put::<S, T, V>(s, sum, y, *sums),
-                        false => store::<S, T, V, false>(s, sum, y, *sums),
+                    put_tokens(s, streams, y, &sums);
+                } else if sum.activation.bounds().is_some() {
+                    for vectors in sums.iter_mut() {
+                        for v in vectors.iter_mut() {
+                            *v = clamped(s, sum.activation, *v);
+                        }
+                    }
+                    put_tokens(s, streams, y, &sums);
+                } else {
+                    for (i, v) in sums.iter().enumerate() {
+                        store::<S, T, V, false>(s, sum, y.0.offset(i as isize * y_token), *v);
                     }
                 }
                 if c + step >= channels {

@@ -5,6 +5,7 @@ pub(crate) mod epilogue;
 pub(crate) mod kernel;
 pub(crate) mod operand;
 mod outputs;
+pub(crate) mod store;
 mod tile;
 
 pub(crate) use operand::{Operand, Parameters};

@@ -10,9 +10,10 @@ use super::CausalConv1dServingSpec;
 use super::entries::{Entry, Lookup, States};
 use super::spec::Sizes;
 use crate::causal_conv1d::cpu::shared::kernel::{
-    Step, Sum, TOKENS, along_channels, along_tokens, next_token,
+    Step, TOKENS, along_channels, along_tokens, next_token,
 };
 use crate::causal_conv1d::cpu::shared::operand::Staged;
+use crate::causal_conv1d::cpu::shared::store::Sum;
 use crate::causal_conv1d::cpu::shared::{GROUP, Operand, Outputs, Parameters};
 use crate::causal_conv1d::split::Split;
 use crate::cpu::{

@@ -2,8 +2,8 @@
 
 use super::{Block, LANES, Operands, Part, TILE, Task};
 use crate::causal_conv1d::cpu::shared::GROUP;
-use crate::causal_conv1d::cpu::shared::kernel::Sum;
 use crate::causal_conv1d::cpu::shared::operand::Staged;
+use crate::causal_conv1d::cpu::shared::store::Sum;
 use crate::cpu::{Simd, SimdElement};
 
 impl<T: SimdElement> Task<'_, T> {
