@@ -1,12 +1,16 @@
 """Decoders of videos of diffusers through `windrow.torch.patch`, `optimize` and `torch.compile(model, backend="windrow")`.
 
-    python benchmarks/video_decoders.py [--decoders NAME ...] [--ways NAME ...] OUT.json
+    python benchmarks/video_decoders.py OUT.json [--decoders NAME ...] [--ways NAME ...]
+    python benchmarks/video_decoders.py OUT.json --device cuda:0 [--decoders NAME ...] [--ways NAME ...] [--modes NAME ...]
 
 Random weights, few channels, small latents, f32 on the CPU. Each decoder computes its frames at once (`whole`) and as the
 model itself divides them (`chunks`: one latent frame at a time with cached frames, or tiles of frames). Windrow's kernels
 compute whatever they can, whatever is fastest. `error` is PyTorch's relative to the norm, beside f64, and `x` how many times
 that the error of a way is: with accuracy "exact", and with Winograd's algorithm wherever it computes a convolution.
 `convolutions`: all of the decoder, and those that a way took.
+
+With `--device`: three of the decoders in the size that people use, see `video_decoders_cuda.py`. Results are written after
+each case, and nothing is started after `--budget` seconds.
 
 Ends with status 1 if an error with "exact" is more than 1.3 times PyTorch's, or another more than 4 times. Needs `windrow` on PYTHONPATH, and diffusers 0.36.
 """
@@ -15,13 +19,16 @@ import argparse
 import copy
 import importlib.metadata
 import itertools
+import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import provenance
 import torch
+import video_decoders_cuda as cuda
 import windrow.torch
 from torch import Tensor, nn
 from windrow.torch.backend import windrow as backend
@@ -68,15 +75,32 @@ class Told:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--decoders", nargs="+", default=[*DECODERS], choices=[*DECODERS])
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--device", type=torch.device, help="decoders in usual sizes on this device")
+    parser.add_argument("--modes", nargs="+", default=[*cuda.MODES], choices=[*cuda.MODES], help="with --device")
+    parser.add_argument("--budget", type=float, default=math.inf, help="with --device")
+    parser.add_argument("--small", action="store_true", help="with --device: an eighth of the height and width")
+    parser.add_argument("--decoders", nargs="+", choices=[*DECODERS])
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *cuda.WAYS])
     parser.add_argument("out", type=Path, metavar="OUT.json")
     options = parser.parse_args()
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers")}
+    if options.device is not None:
+        return in_usual_sizes(options, versions)
+    options.decoders, options.ways = options.decoders or [*DECODERS], options.ways or WAYS
     cases = [measured(name, form, options.ways) for name in options.decoders for form in FORMS]
     provenance.write(options.out, {**provenance.commit(), "cpu": provenance.cpu(), **versions, "cases": cases})
     sides = [(how, side) for case in cases for how in ALLOWED for side in case[how].values()]
     return int(any(side.get("x", 99.0) > ALLOWED[how] for how, side in sides))
+
+
+def in_usual_sizes(options: argparse.Namespace, versions: dict[str, str]) -> int:
+    device, start, cases = options.device, time.monotonic(), []
+    on = torch.cuda.get_device_name(device) if device.type == "cuda" else provenance.cpu()
+    for mode, name in itertools.product(options.modes, options.decoders or cuda.LATENTS):
+        if time.monotonic() - start < options.budget:
+            cases.append(cuda.measured(name, mode, options.ways or cuda.WAYS, device, options.small))
+            provenance.write(options.out, {**provenance.commit(), "device": on, **versions, "cases": cases})
+    return 0
 
 
 def measured(name: str, form: str, ways: list[str]) -> dict[str, Any]:

@@ -10,13 +10,23 @@ use crate::output::Output;
 use pyo3::prelude::*;
 use windrow::{
     Accuracy, Conv2dAlgorithm, Conv3dArgs, Conv3dOutputs, Conv3dParams, Conv3dPlan, Conv3dSpec,
-    Filter, TimePadding, Weights,
+    Filter, PlanOptions, TimePadding, Weights,
 };
 
-/// A spec, the algorithm where the caller names one, whether the packed filter is kept, and whether the bits of a video
-/// must not depend on the batch.
-type Key = (Conv3dSpec, Option<Conv2dAlgorithm>, Filter, bool);
+/// A spec, the algorithm where the caller names one, whether the packed filter is kept, the memory that a plan may take,
+/// and whether the bits of a video must not depend on the batch.
+type Key = (Conv3dSpec, Option<Conv2dAlgorithm>, Filter, Option<usize>, bool);
 static PLANS: PlanCache<Key, Conv3dPlan> = PlanCache::new();
+
+fn make_plan(key: &Key, options: &PlanOptions) -> windrow::Result<Conv3dPlan> {
+    let (spec, algorithm, filter, memory, batch_invariant) = key;
+    let options = options.with_filter(*filter).with_memory(*memory);
+    let options = options.with_batch_invariant(*batch_invariant);
+    match algorithm {
+        None => Conv3dPlan::new(spec, &options),
+        Some(algorithm) => Conv3dPlan::with_algorithm(spec, *algorithm, &options),
+    }
+}
 
 /// A number for all directions, or one for each; `default` if there is none.
 fn three(arg: &str, given: Option<&Bound<'_, PyAny>>, default: usize) -> PyResult<[usize; 3]> {
@@ -24,6 +34,24 @@ fn three(arg: &str, given: Option<&Bound<'_, PyAny>>, default: usize) -> PyResul
     let one = given.extract::<usize>().map(|n| [n; 3]);
     one.or_else(|_| given.extract::<[usize; 3]>())
         .map_err(|_| no_number(arg, given, "an int, or one for each direction", 3))
+}
+
+type Options<'a, 'py> =
+    (Option<&'a Bound<'py, PyAny>>, Option<&'a Bound<'py, PyAny>>, Option<&'a Bound<'py, PyAny>>);
+
+fn params(
+    (stride, padding, dilation): Options<'_, '_>,
+    groups: usize,
+    activation: Option<ActivationName>,
+    accuracy: Option<&str>,
+) -> PyResult<Conv3dParams> {
+    Ok(Conv3dParams::default()
+        .with_stride(three("stride", stride, 1)?)
+        .with_padding(three("padding", padding, 0)?)
+        .with_dilation(three("dilation", dilation, 1)?)
+        .with_groups(groups)
+        .with_activation(ActivationName::or_none(activation))
+        .with_accuracy(word_or_default::<Accuracy>(accuracy)?))
 }
 
 /// Three-dimensional convolution, by Winograd if filter and stride allow it and the error stays within `accuracy`
@@ -44,7 +72,7 @@ fn three(arg: &str, given: Option<&Bound<'_, PyAny>>, default: usize) -> PyResul
 #[pyo3(signature = (x, weight, bias=None, *, stride=None, padding=None, dilation=None, groups=1,
                     time_padding=None, initial_frames=None, final_frames=None, residual=None,
                     activation=None, accuracy=None, algorithm=None, batch_invariant=false, out=None,
-                    filters=None),
+                    filters=None, memory=None),
        text_signature = "(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, \
                          time_padding='zeros', initial_frames=None, final_frames=None, \
                          residual=None, activation=None, accuracy=None, algorithm=None, \
@@ -69,16 +97,11 @@ pub(crate) fn conv3d<'py>(
     batch_invariant: bool,
     out: Option<&Bound<'py, PyAny>>,
     filters: Option<(PyRef<'py, FilterCache>, bool)>,
+    memory: Option<usize>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (accuracy, is_said) = without_batch_invariant(accuracy);
-    let params = Conv3dParams::default()
-        .with_stride(three("stride", stride, 1)?)
-        .with_padding(three("padding", padding, 0)?)
-        .with_dilation(three("dilation", dilation, 1)?)
-        .with_groups(groups)
-        .with_time_padding(word_or_default::<TimePadding>(time_padding)?)
-        .with_activation(ActivationName::or_none(activation))
-        .with_accuracy(word_or_default::<Accuracy>(accuracy)?);
+    let params = params((stride, padding, dilation), groups, activation, accuracy)?
+        .with_time_padding(word_or_default::<TimePadding>(time_padding)?);
     let algorithm = algorithm.map(word).transpose()?;
     let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
     let bias = Array::import_option("bias", bias, None)?;
@@ -94,14 +117,9 @@ pub(crate) fn conv3d<'py>(
     let mut y = Output::new(py, out, &x, || Ok(spec.y))?;
     spec.y = y.desc();
     let elements = [&spec.x, &spec.w, &spec.y].map(|t| t.layout.len()).into_iter().max();
-    let key = (spec, algorithm, filter_of(filters.is_some()), batch_invariant || is_said);
-    let plan = PLANS.get(py, &key, x.device, |(spec, algorithm, filter, invariant), options| {
-        let options = options.with_filter(*filter).with_batch_invariant(*invariant);
-        match algorithm {
-            None => Conv3dPlan::new(spec, &options),
-            Some(algorithm) => Conv3dPlan::with_algorithm(spec, *algorithm, &options),
-        }
-    })?;
+    let filter = filter_of(filters.is_some());
+    let key = (spec, algorithm, filter, memory, batch_invariant || is_said);
+    let plan = PLANS.get(py, &key, x.device, make_plan)?;
     let w = match &filters {
         Some((cache, frozen)) => Weights::Cached(weight.view(), cache.frozen(*frozen)),
         None => Weights::Raw(weight.view()),
@@ -114,4 +132,43 @@ pub(crate) fn conv3d<'py>(
     let bytes = plan.workspace_bytes_for(&args);
     run(py, &x, bytes, elements.unwrap_or(0), |ws| plan.run(&args, outputs, ws))?;
     y.finish(py, &x.family)
+}
+
+/// The options of [`conv3d`] by name, in a dictionary.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Named<'py> {
+    stride: Bound<'py, PyAny>,
+    padding: Bound<'py, PyAny>,
+    dilation: Bound<'py, PyAny>,
+    groups: usize,
+    activation: Option<ActivationName>,
+    accuracy: Option<String>,
+    memory: Option<usize>,
+}
+
+/// Memory that [`conv3d`] needs beside its tensors: for the packed filter, and for the rest.
+#[pyfunction]
+pub(crate) fn conv3d_bytes<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    named: Named<'py>,
+    residual: bool,
+    is_kept: bool,
+) -> PyResult<(usize, usize)> {
+    let (accuracy, batch_invariant) = without_batch_invariant(named.accuracy.as_deref());
+    let options = (Some(&named.stride), Some(&named.padding), Some(&named.dilation));
+    let params = params(options, named.groups, named.activation, accuracy)?;
+    let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
+    let bias = Array::import_option("bias", bias, None)?;
+    let spec = Conv3dSpec::new(x.desc, weight.desc, &params).py()?;
+    let spec = spec.with_bias(desc(&bias)).with_residual(residual);
+    let key = (spec, None, filter_of(is_kept), named.memory, batch_invariant);
+    let plan = PLANS.get(py, &key, x.device, make_plan)?;
+    let packed = windrow::FilterCache::default();
+    let bytes = |w| plan.workspace_bytes_for(&Conv3dArgs::new(x.view(), w).with_bias(view(&bias)));
+    let scratch = bytes(Weights::Cached(weight.view(), &packed));
+    Ok((bytes(Weights::Raw(weight.view())) - scratch, scratch))
 }

@@ -52,7 +52,7 @@ mod _native {
     #[pymodule_export]
     use super::conv2d_sequence::Conv2dSequence;
     #[pymodule_export]
-    use super::conv3d::conv3d;
+    use super::conv3d::{conv3d, conv3d_bytes};
     #[pymodule_export]
     use super::error::NotInPlace;
     #[pymodule_export]

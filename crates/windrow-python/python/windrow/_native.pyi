@@ -220,6 +220,7 @@ def conv3d(
     batch_invariant: bool = False,
     out: A | None = None,
     filters: tuple[FilterCache, bool] | None = None,
+    memory: int | None = None,
 ) -> A:
     """Three-dimensional convolution, by Winograd if filter and stride allow it and the error stays within `accuracy`
     (default "fp32").
@@ -300,6 +301,16 @@ def conv2d_bytes(
     is_kept: bool,
 ) -> tuple[int, int]:
     """The bytes that `conv2d` needs in addition to its tensors: for the packed filter, and for the rest."""
+
+def conv3d_bytes(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    named: dict[str, Any],
+    residual: bool,
+    is_kept: bool,
+) -> tuple[int, int]:
+    """The bytes that `conv3d` needs in addition to its tensors: for the packed filter, and for the rest."""
 
 def conv2d_prepare(convolutions: list[dict[str, Any]], threads: int) -> list[str | None]:
     """Makes the plans of `conv2d` for these convolutions, at most `threads` at a time and one for each CPU. Each is

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from common import OURS, THEIRS, each_dtype
+from common import OURS, THEIRS, each_device, each_dtype
 from torch import nn
 from windrow.torch import optimize
 from windrow.torch.backend import _options, windrow
@@ -83,11 +83,12 @@ FORMS = {
 }  # fmt: skip
 
 
+@each_device
 @each_dtype
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(form, dtype, factor) -> None:
-    model = Causal(form).to(dtype).eval()
-    x, cache = torch.randn(2, 5, 4, 7, 6, dtype=dtype), torch.randn(2, 5, 2, 7, 6, dtype=dtype)
+def test_forms(form, dtype, device, factor) -> None:
+    model, how = Causal(form).to(device, dtype).eval(), {"dtype": dtype, "device": device}
+    x, cache = torch.randn(2, 5, 4, 7, 6, **how), torch.randn(2, 5, 2, 7, 6, **how)
     told, wide = Told(), copy.deepcopy(model).double()
     fast = compiled(model, "eager", report=told)
     with torch.no_grad():
@@ -100,11 +101,12 @@ def test_forms(form, dtype, factor) -> None:
     assert (FORMS[form] or "FusedConv2d") in what and ("causal" in what) == bool(FORMS[form])
 
 
+@each_device
 @pytest.mark.parametrize("form", ["zeros around", "frames", "first frame"])
-def test_what_inductor_compiles(form, times) -> None:
+def test_what_inductor_compiles(form, device, times) -> None:
     times(OURS)
-    model, told = Causal(form).eval(), Told()
-    x, cache = torch.randn(2, 5, 4, 7, 6), torch.randn(2, 5, 2, 7, 6)
+    model, told = Causal(form).eval().to(device), Told()
+    x, cache = torch.randn(2, 5, 4, 7, 6, device=device), torch.randn(2, 5, 2, 7, 6, device=device)
     with torch.no_grad():
         close(compiled(model, "inductor", report=told)(x, cache), copy.deepcopy(model).double()(x.double(), cache.double()))
     assert "causal" in told.fused_ones[0]
@@ -133,13 +135,14 @@ class Block(nn.Module):
         return F.relu(self.second(torch.cat([cache, y], 2)) + x), y[:, :, -2:]
 
 
+@each_device
 @each_rest
-def test_everything_around_a_convolution(rest, times) -> None:
+def test_everything_around_a_convolution(rest, device, times) -> None:
     times(OURS)
-    model, told = Block().eval(), Told()
+    model, told = Block().eval().to(device), Told()
     model.norm.running_mean.normal_()
     model.norm.running_var.uniform_(0.5, 2)
-    x, cache = torch.randn(2, 6, 4, 7, 6), torch.randn(2, 6, 2, 7, 6)
+    x, cache = torch.randn(2, 6, 4, 7, 6, device=device), torch.randn(2, 6, 2, 7, 6, device=device)
     wide, fast = copy.deepcopy(model).double(), compiled(model, rest, report=told)
     with torch.no_grad():
         for _ in range(2):
@@ -198,13 +201,24 @@ def test_what_is_left(times) -> None:
     assert told.left_ones == ["PyTorch's operator: a convolution of torch.float64, 5 dimensions"] * 2
 
 
+@each_device
 @pytest.mark.parametrize("winner", [OURS, THEIRS])
-def test_optimize(winner, times) -> None:
+def test_optimize(winner, device, times) -> None:
     times(winner)
-    model = Block().eval()
-    x, cache = torch.randn(2, 6, 4, 7, 6), torch.randn(2, 6, 2, 7, 6)
+    model = Block().eval().to(device)
+    x, cache = torch.randn(2, 6, 4, 7, 6, device=device), torch.randn(2, 6, 2, 7, 6, device=device)
     fast, wide = optimize(model), copy.deepcopy(model).double()
     with torch.no_grad():
         for _ in range(3):
             for got, want in zip(fast(x, cache), wide(x.double(), cache.double()), strict=True):
                 close(got, want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_bits_of_videos_on_a_gpu_are_pytorchs() -> None:
+    """Windrow promises none there, and `batch_invariant` leaves them to PyTorch."""
+    model = Block().eval().cuda()
+    x, cache = torch.randn(2, 6, 4, 7, 6, device="cuda"), torch.randn(2, 6, 2, 7, 6, device="cuda")
+    with torch.no_grad():
+        want = copy.deepcopy(model).double()(x.double(), cache.double())
+        close(compiled(model, "eager", batch_invariant=True)(x, cache)[0], want[0])

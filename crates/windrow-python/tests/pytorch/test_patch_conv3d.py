@@ -6,9 +6,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from common import OURS, THEIRS
+from common import OURS, THEIRS, each_device
 from torch import nn
 from windrow.torch import Conv3d, UnsupportedAlgorithmError, decide, decisions, patch, unpatch
+from windrow.torch.choice.policy import KEPT, PYTORCH, Seconds, is_step_worth_it
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -29,9 +30,10 @@ def like(dtype: torch.dtype) -> dict:
     return {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
 
 
+@each_device
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_results_report_and_what_is_put_back(factor, dtype) -> None:
-    model, x = net().to(dtype), torch.randn(2, 4, 5, 9, 8, dtype=dtype)
+def test_results_report_and_what_is_put_back(factor, dtype, device) -> None:
+    model, x = net().to(device, dtype), torch.randn(2, 4, 5, 9, 8, dtype=dtype, device=device)
     with torch.no_grad():
         want = model(x)
         keys = [*model.state_dict()]
@@ -45,7 +47,8 @@ def test_results_report_and_what_is_put_back(factor, dtype) -> None:
         torch.testing.assert_close(model[0](x[0]), model[0](x)[0], **like(dtype))
     who = "Windrow" if factor == OURS else "PyTorch"
     name = str(dtype).removeprefix("torch.")
-    assert f"forward of {name} [2, 4, 5, 9, 8] on cpu: {who}" in str(report)
+    on = "cpu" if device == "cpu" else "cuda:0"
+    assert f"forward of {name} [2, 4, 5, 9, 8] on {on}: {who}" in str(report)
     assert {d.choice for d in decisions()} == {who}
     assert [*model.state_dict()] == keys
     again = copy.deepcopy(model)
@@ -56,13 +59,14 @@ def test_results_report_and_what_is_put_back(factor, dtype) -> None:
         torch.testing.assert_close(again(x), want, **like(dtype))
 
 
+@each_device
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients(factor, dtype) -> None:
-    model = net().to(dtype)
+def test_gradients(factor, dtype, device) -> None:
+    model = net().to(device, dtype)
     other = copy.deepcopy(model)
     patch(other)
     for _ in range(3):
-        x = torch.randn(2, 4, 5, 9, 8).to(dtype).requires_grad_()
+        x = torch.randn(2, 4, 5, 9, 8).to(device, dtype).requires_grad_()
         theirs = x.detach().clone().requires_grad_()
         dy = torch.randn_like(model(x))
         model.zero_grad(), other.zero_grad()
@@ -84,9 +88,10 @@ def test_filter_gradients_of_many_videos_are_summed_in_f32(times) -> None:
         assert model.weight.grad.item() == 4096
 
 
-def test_hooks_and_autocast(factor) -> None:
-    model, x = net(), torch.randn(1, 4, 5, 9, 8)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+@each_device
+def test_hooks_and_autocast(factor, device) -> None:
+    model, x = net().to(device), torch.randn(1, 4, 5, 9, 8, device=device)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         want = model(x)
         patch(model)
         seen = []
@@ -140,3 +145,46 @@ def test_a_module_of_its_own() -> None:
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(module)
     torch.testing.assert_close(scripted(x), want, **like(torch.float32))
+
+
+@pytest.mark.parametrize("seconds, is_ours", [(1e-2, True), (1e-4, False)])
+def test_a_step_on_a_gpu_gains_more_than_autograd_takes(seconds, is_ours) -> None:
+    """Gradients are PyTorch's, so a step gains what its forward pass does."""
+    times = {PYTORCH: Seconds(seconds), KEPT: Seconds(seconds / 2)}
+    assert is_step_worth_it([(True, times), (False, {})], True, False) == is_ours
+    assert is_step_worth_it([(True, times)], True, False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_tf32_on_a_gpu_is_pytorchs(is_allowed, times, monkeypatch) -> None:
+    times(OURS)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", is_allowed)
+    model = nn.Conv3d(64, 64, 3, padding=1).cuda()
+    x = torch.randn(1, 64, 4, 20, 24, device="cuda")
+    want = F.conv3d(x.double(), model.weight.double(), model.bias.double(), padding=1)
+    patch(model)
+    with torch.no_grad():
+        error = [float((model(x) - want).norm() / want.norm()) for _ in range(2)]
+    # TF32 rounds operands to 11 bits; f32's error is hundreds of times smaller.
+    assert all((e > 2e-5) == is_allowed and e < 2e-3 for e in error)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured(factor) -> None:
+    model, x = net().cuda(), torch.randn(2, 4, 5, 9, 8, device="cuda")
+    with torch.no_grad():
+        want = model(x)
+        patch(model)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for _ in range(2):
+            graph.replay()
+            torch.testing.assert_close(y, want, **like(torch.float32))

@@ -25,11 +25,10 @@ def conv3d(
     batch_invariant: bool = False,
     frozen: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.conv3d`, computed by Windrow on the CPU. Gradients are PyTorch's.
+    """`torch.nn.functional.conv3d`, computed by Windrow. Gradients are PyTorch's.
 
     input: [n, c, t, h, w] or [c, t, h, w], f32, f16 or bf16, any strides; weight: [k, c / groups, kt, r, s].
-    The options are those of `conv2d`. Tensors on a GPU are refused with NotImplementedError, except with `algorithm`
-    "fastest", where PyTorch computes them.
+    The options are those of `conv2d`.
     """
     tensors = (input, weight, bias)
     accuracy = _accuracy(accuracy, algorithm, batch_invariant)

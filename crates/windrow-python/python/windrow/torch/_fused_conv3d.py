@@ -12,7 +12,7 @@ from torch import Tensor
 from windrow.torch._fused import _conv, _fake, _Found, _layer, _seen
 from windrow.torch._library import autocast, define, not_differentiable
 from windrow.torch.choice.candidates import Windrow
-from windrow.torch.choice.convolution import way
+from windrow.torch.choice.convolution import look_ahead, way
 from windrow.torch.choice.problem import Options, is_laid_out_last, memory_format
 
 
@@ -36,7 +36,9 @@ def _kernel(
     layer = _layer(weight, bias, *of, activation, accuracy)
 
     def find() -> _Found:
-        decided = way(_conv(layer.weight, layer.bias, options, activation, accuracy), whole(), residual)
+        video = whole()
+        look_ahead(video, layer.weight, options)
+        decided = way(_conv(layer.weight, layer.bias, options, activation, accuracy), video, residual)
         return _Found(decided.run, decided.is_final)
 
     before = None if initial is None else (initial.shape, initial.stride())

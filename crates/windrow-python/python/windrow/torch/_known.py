@@ -43,7 +43,7 @@ _NUMBERS = (type(None), bool, int, float, str)
 _PLAIN = (*_NUMBERS, dict, list, tuple, set, frozenset, torch.dtype, torch.device)
 _OF_ALL_MODULES = [hooks for name, hooks in vars(modules_of_torch).items() if re.fullmatch("_global_.*_hooks", name)]
 # The oldest PyTorch with which this is tested. PyTorch 2.9 names what it guards in another way, and no call is kept.
-OLDEST = (2, 14)
+OLDEST = (2, 11)
 # The most changes of a model, beyond the calls that took the shorter way, after which no more calls are kept.
 _CHANGES = 8
 
@@ -152,8 +152,7 @@ class Calls:
     def graph(self) -> Graph:
         """The graph that Dynamo is giving to its backend."""
         guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
-        kind = lambda guard: getattr(guard.create_fn, "func", guard.create_fn).__name__
-        return Graph([(guard.name, kind(guard)) for guard in guards], self._ran)
+        return Graph([(guard.name, _kind(guard.create_fn)) for guard in guards], self._ran)
 
     def _ran(self) -> list[Any]:
         """The graphs that ran in this call of this thread."""
@@ -262,6 +261,13 @@ class Calls:
         except Exception:  # What a source raises that PyTorch's own helpers belong to is anything.
             return None
         return kept
+
+
+def _kind(guard: Any) -> str:
+    """The name of a guard's function. PyTorch 2.11 has one function for a name that a dictionary has, or has not."""
+    name: str = getattr(guard, "func", guard).__name__
+    is_inverted = name == "DICT_CONTAINS" and getattr(guard, "keywords", {}).get("invert") is True
+    return "DICT_NOT_CONTAINS" if is_inverted else name
 
 
 def _is_kept(kept: _Kept, module: nn.Module, path: str, rest: str) -> bool:

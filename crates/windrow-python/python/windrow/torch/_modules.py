@@ -205,8 +205,6 @@ class Convolution(Remembering):
             run = None if is_in_graph or is_autocast or not is_plain else self._planned(input, conv)
             return nothing if run is None else Found(run, is_for_shape=True)
         pytorchs = Found(self._operator, is_pytorchs=True, is_for_shape=not is_in_graph)
-        if input.is_cuda and problem.is_video(weight):
-            return pytorchs
         if is_autocast or not is_plain:
             is_theirs = is_pytorchs(input, weight, bias, options, accuracy, self.frozen)
             if is_theirs:
@@ -368,8 +366,7 @@ class Conv2d(Convolution, nn.Conv2d):
 
 
 class Conv3d(Convolution, nn.Conv3d):
-    """`torch.nn.Conv3d`, computed by `conv3d`: by Windrow on the CPU. Its options are attributes, as those of `Conv2d`
-    are."""
+    """`torch.nn.Conv3d`, computed by `conv3d`. Its options are attributes, as those of `Conv2d` are."""
 
     __constants__ = [*nn.Conv3d.__constants__, "activation"]
     _operator = torch.conv3d

@@ -82,12 +82,11 @@ def patch(model: nn.Module, accuracy: str | None = None, batch_invariant: bool =
     """Makes Windrow compute the convolutions and GELUs of a model, each if that is faster.
 
     Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and
-    `nn.GELU` become modules of `windrow.torch` in place. On CUDA PyTorch computes `nn.Conv3d`. Parameters, hooks,
-    device, training mode and references to the modules stay. The report, whose `model` is the model, names every
-    convolution and every GELU that was left, with the reason. A GELU that a `forward` calls as a function is not found,
-    because it is no module. `nn.GroupNorm` and `nn.BatchNorm2d` are swapped too, for CUDA: group normalisation of few
-    large groups in inference, and batch normalisation of few long channels of row-major batches in training, are faster
-    with other operators of PyTorch.
+    `nn.GELU` become modules of `windrow.torch` in place. Parameters, hooks, device, training mode and references to the
+    modules stay. The report, whose `model` is the model, names every convolution and every GELU that was left, with the
+    reason. A GELU that a `forward` calls as a function is not found, because it is no module. `nn.GroupNorm` and
+    `nn.BatchNorm2d` are swapped too, for CUDA: group normalisation of few large groups in inference, and batch
+    normalisation of few long channels of row-major batches in training, are faster with other operators of PyTorch.
 
     A swapped convolution is computed by Windrow or by PyTorch's own operator, whichever is faster. The first call of a
     problem (sizes, types, layouts) runs each of them a few times. The first call of each gradient does so too. If

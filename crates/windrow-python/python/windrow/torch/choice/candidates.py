@@ -112,9 +112,7 @@ class Windrow:
         conv = self.conv
         activation = None if self.is_followed else conv.activation
         options = zip(Options._fields[:4], conv.options[:4], strict=True)
-        self.named = {**dict(options), "activation": activation, "accuracy": conv.accuracy}
-        if not is_video(conv.weight):
-            self.named["memory"] = self.memory
+        self.named = {**dict(options), "activation": activation, "accuracy": conv.accuracy, "memory": self.memory}
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, **frames: Any
@@ -200,11 +198,12 @@ class Windrow:
         """The memory that it needs: bytes for good, for the packed filter; and bytes during a run, including its
         result."""
         given = in_layout(x, self.layout)
-        if is_video(x):
-            # On the CPU only blocks of the video are copied.
+        if is_video(x) and x.is_cpu:
+            # Only blocks of the video are copied.
             return 0, self._beside(x, given)
         image, weight = as_image(given, x), as_image(self.conv.filter, x)
-        kept, rest = _native.conv2d_bytes(image, weight, self.conv.bias, self.named, self.adds, is_kept)
+        count = _native.conv3d_bytes if is_video(x) else _native.conv2d_bytes
+        kept, rest = count(image, weight, self.conv.bias, self.named, self.adds, is_kept)
         return kept, rest + self._beside(x, given)
 
     def _beside(self, x: Tensor, given: Tensor) -> int:

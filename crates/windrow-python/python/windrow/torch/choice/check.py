@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from windrow.torch._precision import operand_rounding
-from windrow.torch.choice.problem import Options, aten, output_shape
+from windrow.torch.choice.problem import Options, aten, is_video, output_shape
 
 # Units of f32 of the scale, in sums by any algorithm and in PyTorch's own: so many, and for the root of the number of
 # terms so many more. In networks of torchvision up to a third of both was seen, by Winograd's largest tiles.
@@ -36,8 +37,10 @@ _AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 22}
 # Size of the sample whose scale is the usual one.
 _SAMPLE = 4096
 
-# A function from a range of images to PyTorch's results in f32, each with the sums of its absolute terms.
-Part = Callable[[slice], Sequence[tuple[Tensor, Tensor]]]
+# A range of images, or of frames as an index of videos.
+Range = slice | tuple[slice, slice, slice]
+# A function from a range to PyTorch's results in f32, each with the sums of its absolute terms.
+Part = Callable[[Range], Sequence[tuple[Tensor, Tensor]]]
 
 
 @contextmanager
@@ -56,7 +59,7 @@ def without_trials() -> Iterator[None]:
 class Check:
     """The reference of a comparison, and the allowed error."""
 
-    # The number of images, which may be compared in parts; None if images are not the first axis of every tensor.
+    # The number of images or frames, which may be compared in parts; None if not every tensor has an axis of them.
     images: int | None
     # The type in which a result is rounded.
     dtype: torch.dtype
@@ -69,6 +72,8 @@ class Check:
     is_summed: bool = False
     # The residual, which is added to a convolution and rounds it once more.
     residual: Tensor | None = None
+    # True if a part is a range of frames.
+    is_video: bool = False
 
     @torch.no_grad()
     @without_trials()
@@ -91,10 +96,11 @@ class Check:
             first = [(v + w, s + t) for (v, s), (w, t) in zip(first, more, strict=True)]
         return first
 
-    def _parts(self, size: int) -> list[slice]:
+    def _parts(self, size: int) -> Sequence[Range]:
         if self.images is None:
             return [slice(None)]
-        return [slice(first, first + size) for first in range(0, self.images, size)]
+        ranges = [slice(first, min(first + size, self.images)) for first in range(0, self.images, size)]
+        return [(slice(None), slice(None), frames) for frames in ranges] if self.is_video else ranges
 
     def _first_fault(
         self, results: Sequence[Tensor], wanted: Sequence[tuple[Tensor, Tensor]], residual: Tensor | None
@@ -147,22 +153,37 @@ def check_of(
     bias: Tensor | None,
     options: Options,
     accuracy: str | None,
-    finish: Callable[[Tensor, slice], Tensor],
+    finish: Callable[[Tensor, Range], Tensor],
     residual: Tensor | None = None,
     is_linear: bool = False,
 ) -> Check:
-    """The check of a convolution. `finish` turns sums in f32 into results, for these images."""
+    """The check of a convolution. `finish` turns sums in f32 into results, for these images or frames."""
 
-    def of(part: slice) -> list[tuple[Tensor, Tensor]]:
-        image, w, b = (None if t is None else t.float() for t in (x[part], weight, bias))
-        value = finish(aten(image, w, b, options), part)
-        scale = aten(image.abs(), w.abs(), None if b is None else b.abs(), options)
+    def of(part: Range) -> list[tuple[Tensor, Tensor]]:
+        given, how = _read(x, weight, options, part[2]) if isinstance(part, tuple) else (x[part], options)
+        image, w, b = (None if t is None else t.float() for t in (given, weight, bias))
+        value = finish(aten(image, w, b, how), part)
+        scale = aten(image.abs(), w.abs(), None if b is None else b.abs(), how)
         return [(value, scale if residual is None else scale + residual[part].abs())]
 
     terms = terms_of(weight, options, of_result=options.output_padding is None)
     operand = operand_rounding(x, accuracy, is_linear)
-    is_whole = residual is not None and [*residual.shape] != output_shape(x, weight, options)
-    return Check(None if is_whole else x.shape[0], x.dtype, of, terms, operand, residual=residual)
+    shape = output_shape(x, weight, options)
+    is_whole = residual is not None and [*residual.shape] != shape
+    images = None if is_whole else shape[2] if is_video(x) else shape[0]
+    return Check(images, x.dtype, of, terms, operand, residual=residual, is_video=is_video(x))
+
+
+def _read(x: Tensor, weight: Tensor, options: Options, frames: slice) -> tuple[Tensor, Options]:
+    """The frames of a video that these frames of the result read, with zeros for those outside; and the options that
+    compute the result from them."""
+    stride, padding, dilation = (of[0] for of in options[:3])
+    first = frames.start * stride - padding
+    last = (frames.stop - 1) * stride - padding + (weight.shape[2] - 1) * dilation + 1
+    before = min(max(0, -first), last - first)
+    read = x[:, :, max(0, first) : max(0, last)]
+    behind = last - first - before - read.shape[2]
+    return F.pad(read, (0, 0, 0, 0, before, behind)), options._replace(padding=[0, *options.padding[1:]])
 
 
 def terms_of(weight: Tensor, options: Options, of_result: bool) -> float:

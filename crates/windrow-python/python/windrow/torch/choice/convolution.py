@@ -14,7 +14,7 @@ from windrow.torch._calls import goes_into_a_graph, is_captured
 from windrow.torch._filters import Filters, filter_cache, unkept
 from windrow.torch.choice import budget, policy, problem, store
 from windrow.torch.choice.candidates import Conv, CudnnFused, PyTorch, Transposed, Windrow
-from windrow.torch.choice.check import check_of
+from windrow.torch.choice.check import Range, check_of
 from windrow.torch.choice.decider import Candidate, Question, decide, expected, is_room_for_another
 from windrow.torch.choice.policy import CUDNN_FUSED, KEPT, PACKED, PYTORCH, TRIES
 from windrow.torch.choice.problem import After, Beside, Key, Options, key_of
@@ -48,10 +48,13 @@ def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
     """The implementation of a convolution. If nobody has decided it yet, this decides."""
     filter = conv.filter
     layout = problem.memory_format(x, filter)
-    if not problem.can_be_ours(x, filter, conv.bias):
+    is_invariant = is_batch_invariant(conv.accuracy)
+    # Windrow promises no bits of videos on GPUs.
+    is_refused = is_invariant and problem.is_video(x) and x.is_cuda
+    if is_refused or not problem.can_be_ours(x, filter, conv.bias):
         return Way(PyTorch(conv, layout), is_final=False)
     beside = None if residual is None else _beside(conv, x, residual, layout)
-    if is_batch_invariant(conv.accuracy):
+    if is_invariant:
         # Nothing that is measured decides.
         return Way(_named(KEPT, conv, layout, beside, None), is_final=True)
     after = After(conv.activation, beside, conv.weight.dim() == 2) if conv.is_fused else conv.activation
@@ -122,6 +125,7 @@ def _described(conv: Conv, x: Tensor, residual: Tensor | None) -> Iterator[dict[
     """The plans that a problem needs, as the native function takes them."""
     filter = conv.filter
     is_ours = problem.can_be_ours(x, filter, conv.bias) and conv.options.output_padding is None
+    is_ours = is_ours and not problem.is_video(x)
     if not compiles(x.device) or not is_ours:
         return
     layout = problem.memory_format(x, filter)
@@ -187,7 +191,7 @@ def _question(
             return NOTHING_FASTER
         return windrow.candidates(x, residual)  # type: ignore[no-any-return]
 
-    def finish(y: Tensor, part: slice) -> Tensor:
+    def finish(y: Tensor, part: Range) -> Tensor:
         return activation_of(conv.activation)(y if residual is None else y + residual[part])
 
     others = []
@@ -226,9 +230,8 @@ def is_pytorchs(
     grad, kind = torch.is_grad_enabled(), "cuda" if x.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     of_filter, of_input = grad and weight.requires_grad, grad and x.requires_grad
-    if problem.is_video(x):
-        if kind == "cuda":
-            return True
+    is_video, is_step = problem.is_video(x), of_filter or of_input
+    if is_video:
         # PyTorch computes the gradients of both.
         of_input = False
     if options.output_padding is not None and kind == "cuda" and (of_filter or of_input):
@@ -237,10 +240,13 @@ def is_pytorchs(
     key = key_of(x, weight, bias, options, accuracy, dtype=autocast)
     parts = [what_of(of_filter, is_frozen)]
     parts += [problem.OF_INPUT] * of_input
-    if of_filter and not problem.is_video(x):
+    if of_filter and not is_video:
         parts.append(problem.OF_BOTH if bias is not None and bias.requires_grad else problem.OF_FILTER)
     decided = [store.final(what, key) for what in parts]
     if None in decided:
         return None
-    times = [(d.now() != PYTORCH, d.times) for d in decided if d is not None]
+    times: list[tuple[bool, policy.Times]] = [(d.now() != PYTORCH, d.times) for d in decided if d is not None]
+    if is_video and is_step:
+        # A step with gradients, of which Windrow gains nothing.
+        times.append((False, {}))
     return not policy.is_step_worth_it(times, x.is_cuda, is_cast=autocast is not None)

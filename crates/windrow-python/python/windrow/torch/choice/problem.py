@@ -172,7 +172,7 @@ def key_of(
 
 
 def is_video(x: Tensor) -> bool:
-    """True for videos, and for their filters. Windrow computes their convolutions on the CPU, and no gradients."""
+    """True for videos, and for their filters. Windrow computes no gradients of their convolutions."""
     return x.dim() == 5
 
 
@@ -180,7 +180,7 @@ def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """True if Windrow can compute this. If it is False, PyTorch computes it, or raises the clearer error."""
     return (
         x.dim() == weight.dim()
-        and x.device.type in (("cpu",) if is_video(x) else ("cpu", "cuda"))
+        and x.device.type in ("cpu", "cuda")
         and x.dtype in TYPES
         and weight.dtype == x.dtype
         and (bias is None or bias.dtype == x.dtype)
