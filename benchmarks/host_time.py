@@ -4,10 +4,10 @@
 
 A network of 32 small convolutions with normalisations, additions and activations gets tiny images, so that what is timed
 is everything but the arithmetic. Times are in microseconds. On CUDA `call` is the time until a call returns, after which
-the device still computes: the median of calls that each start on an idle device. `in a row`: of many calls that follow each
-other, until the device has finished, for each call. The network's parameters are ordinary ones, or such as
-`torch.inference_mode()` makes, which do not count writes. `--profile` also prints where the time goes. Needs `windrow` on
-PYTHONPATH.
+the device still computes: the median of calls that each start on an idle device, and `least` of these. `in a row`: of
+many calls that follow each other, until the device has finished, for each call. The network's parameters are ordinary
+ones, or such as `torch.inference_mode()` makes, which do not count writes. `--profile` also prints where the time goes.
+Needs `windrow` on PYTHONPATH.
 """
 
 import argparse
@@ -87,14 +87,15 @@ def measured(way: Way, mode: str, of_inference_mode: bool, device: torch.device,
         call = way(model)
         for _ in range(WARM_UP):
             call(x)
-        alone = statistics.median(timed(lambda: call(x), wait) for _ in range(CALLS))
+        alone = [timed(lambda: call(x), wait) for _ in range(CALLS)]
         in_a_row = statistics.median(timed(lambda: repeated(call, x, wait), wait) for _ in range(CALLS // IN_A_ROW)) / IN_A_ROW
         if is_profiled:
             profiled(call, x, wait)
     who: dict[str, int] = {}
     for decision in windrow.torch.decisions():
         who[decision.choice] = who.get(decision.choice, 0) + 1
-    return {"call": round(alone, 1), "in a row": round(in_a_row, 1), "kinds of layers by": who}
+    times = {"call": round(statistics.median(alone), 1), "least": round(min(alone), 1)}
+    return times | {"in a row": round(in_a_row, 1), "kinds of layers by": who}
 
 
 def timed(run: Callable[[], object], wait: Callable[[], object]) -> float:

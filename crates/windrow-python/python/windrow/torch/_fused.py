@@ -54,8 +54,9 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     return way(_conv(weight, bias, Options(*of), activation, accuracy), x, residual).run(x, residual)
 
 
-# The modules of compiled graphs, which call the operator without a module, by filter and all other arguments.
-_layers: dict[tuple[Any, ...], "FusedConv2d"] = {}
+# The modules of compiled graphs, which call the operator without a module, by filter and all other arguments; with the
+# addresses of filter and bias.
+_layers: dict[tuple[Any, ...], tuple[Any, "FusedConv2d"]] = {}
 
 
 def _layer(
@@ -70,18 +71,13 @@ def _layer(
 ) -> "FusedConv2d":
     """The module that remembers who computes calls of the operator with this filter, as long as the filter lives."""
     key = (id(weight), id(bias), *stride, *padding, *dilation, groups, activation, accuracy)
-    layer = _layers.get(key)
-    buffers = None if layer is None else layer._buffers
-    if layer is None or not _is_over(buffers["weight"], weight) or not _is_over(buffers["bias"], bias):
+    addresses = weight.data_ptr(), None if bias is None else bias.data_ptr()
+    known = _layers.get(key)
+    if known is None or known[0] != addresses:
         weakref.finalize(weight, _layers.pop, key, None).atexit = False
         options, own = (stride, padding, dilation, groups), None if bias is None else bias.detach()
-        layer = _layers[key] = FusedConv2d(weight.detach(), own, options, activation, accuracy)
-    return layer
-
-
-def _is_over(one: Tensor | None, other: Tensor | None) -> bool:
-    """True if both tensors have the same memory."""
-    return other is None if one is None else other is not None and one.data_ptr() == other.data_ptr()
+        known = _layers[key] = addresses, FusedConv2d(weight.detach(), own, options, activation, accuracy)
+    return known[1]
 
 
 # A function of an image, the residual, and for some the tensor to write to.

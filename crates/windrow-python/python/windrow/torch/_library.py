@@ -44,12 +44,16 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     return operator
 
 
+# Looked up once: these are called with each operator.
+_is_autocast, _len_modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_function_stack
+
+
 def _short(dispatched: Callable[..., Any], kernel: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     """The function by which an operator is called, as code that Inductor made calls it. It calls the kernel if the
     dispatcher would do nothing else, which takes the dispatcher 6 us."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        if not (kwargs or torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()):
+        if not (kwargs or _is_autocast() or _len_modes()):
             try:
                 if _native.is_plain(*args[:tensors]):
                     return kernel(*args)

@@ -244,8 +244,11 @@ def channels_last(x: Tensor) -> torch.memory_format:
 def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
     """The image in this memory format. It is copied only if it is a line, or if the filter alone is channels-last, as
     in PyTorch."""
-    is_copied = x.dim() == 3 or (layout is not torch.contiguous_format and not _is_channels_last(x))
-    return x.contiguous(memory_format=layout) if is_copied else x
+    if x.dim() == 3:
+        return x.contiguous()
+    if layout is torch.contiguous_format or x.is_contiguous(memory_format=layout) or _is_channels_last(x):
+        return x
+    return x.contiguous(memory_format=layout)
 
 
 def is_laid_out(residual: Tensor, x: Tensor, layout: torch.memory_format) -> bool:
