@@ -435,7 +435,7 @@ def test_gelu_and_large_groups(seen, monkeypatch):
     called = []
     ours = lambda *args: called.append(args[1]) or F.group_norm(*args)
     # Of results in channels-last, which newer versions of PyTorch tell, none is Windrow's.
-    monkeypatch.setattr(_compile, "to_channels_last", lambda module, is_by_kernels: None)
+    monkeypatch.setattr(_compile, "to_channels_last", lambda *_: None)
     monkeypatch.setattr(_others, "pays", lambda x, groups: groups == 2)
     monkeypatch.setattr(_others, "group_norm", ours)
     monkeypatch.setattr(_others, "gelu_of_any", lambda x, kind: called.append(kind) or F.gelu(x, approximate=kind))

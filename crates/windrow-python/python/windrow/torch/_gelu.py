@@ -60,7 +60,8 @@ _gelu_backward = define(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, bias, gate, ctx.approximate, _ = inputs
+    # The dispatcher leaves out arguments with their default.
+    x, bias, gate, ctx.approximate, *_ = inputs
     ctx.save_for_backward(x, bias, gate)
 
 
