@@ -70,7 +70,8 @@ def main() -> None:
                 row = {"way": way, "mode": mode, "parameters of inference_mode": of_inference_mode}
                 rows.append(row | measured(WAYS[way], mode, of_inference_mode, device, options.profile))
                 print(rows[-1], flush=True)
-    provenance.write(options.out, {**provenance.commit(), "device": name, "torch": torch.__version__, "rows": rows})
+                record = {**provenance.commit(), "device": name, "torch": torch.__version__, "rows": rows}
+                provenance.write(options.out, record)
 
 
 def measured(way: Way, mode: str, of_inference_mode: bool, device: torch.device, is_profiled: bool) -> dict[str, Any]:
