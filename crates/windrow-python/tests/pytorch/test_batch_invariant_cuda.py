@@ -22,6 +22,8 @@ ALGORITHMS = [None, "direct", "im2col_gemm", "implicit_gemm", "winograd_row"]
 LAYERS = {
     "rows": (64, 14, 14, 64, 3, 1, 1, 1),
     "rows of two images in a block": (32, 7, 9, 72, 3, 1, 1, 1),
+    # In f16 and bf16, batches have blocks of 64 to 256 channels.
+    "blocks of the batch": (64, 14, 14, 256, 3, 1, 1, 1),
     "odd channels": (21, 9, 11, 19, 3, 1, 0, 1),
     "one tap, odd images": (64, 7, 7, 128, 1, 1, 0, 1),
     "one tap, whole warps": (128, 8, 8, 64, 1, 1, 0, 1),

@@ -49,9 +49,9 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// The sizes for which everything is chosen that changes bits. If the bits of an image must not depend on the
-    /// number of images, that is a fixed number. For one image the cost model would choose tiles that waste time in
-    /// larger batches, and for many images tiles of which one image fills few.
+    /// The sizes for which everything is chosen that changes bits, but for what GPUs choose for several batches. If the
+    /// bits of an image must not depend on the number of images, that is a fixed number. For one image the cost model
+    /// would choose tiles that waste time in larger batches, and for many images tiles of which one image fills few.
     pub(crate) fn for_choice(&self, batch_invariant: bool) -> Self {
         Problem { n: if batch_invariant { 8 } else { self.n }, ..*self }
     }

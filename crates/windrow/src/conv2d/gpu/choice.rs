@@ -57,12 +57,19 @@ type Condition<'a> = &'a dyn Fn(Conv2dAlgorithm) -> bool;
 /// The number of terms of a sum below which `direct` (one thread for each output) is not compared with matrix products.
 const FEW_TERMS: usize = 64;
 
-/// The algorithm that should be fastest among those that are supported and that the spec's accuracy allows, including
-/// the time of packing if the filter changes.
+/// The algorithm that should be fastest among those that are supported and that the spec's accuracy allows. If the bits of
+/// an image must not depend on the number of images, each batch proposes an algorithm.
+pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
+    let proposed = task.for_batches(|task| fastest(task, supported));
+    let micros = |task: &Task<'_>, &algorithm: &_| methods::micros(&task.by(algorithm));
+    task.least(proposed, micros).unwrap_or(Im2colGemm)
+}
+
+/// The algorithm that should be fastest for a number of images, including the time of packing if the filter changes.
 ///
 /// [`by_rules`] names a first candidate. Then each challenger whose condition holds replaces the candidate if it is
 /// expected to take less than a share of the candidate's time.
-pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
+fn fastest(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
     let (spec, p) = (task.spec, task.problem);
     let has = |algorithm| supported.contains(&algorithm) && allows(&task.by(algorithm));
     // The rules expect cuDNN.

@@ -38,6 +38,14 @@ pub(super) struct Cut {
     pub(super) parts: usize,
 }
 
+/// What decides in which order the products of an output are added: divisions with the same order give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Order {
+    parts: usize,
+    /// Of f32: groups fill up a block, and a NaN lets a block add its products in another way.
+    block: Option<usize>,
+}
+
 /// Groups, with their output and input channels, and blocks that compute them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unit {
@@ -60,16 +68,31 @@ impl Cut {
     /// The division with the least expected time among those with the given parameters, and that time in microseconds;
     /// `None` if no kernel has these parameters.
     pub(super) fn choose(task: &Task<'_>) -> Option<(Self, f64)> {
-        let given = task.configuration;
+        let micros = |task: &Task<'_>, &order: &Order| {
+            Cut::fastest(task, order).map_or(f64::INFINITY, |(_, micros)| micros)
+        };
+        let orders = Cut::given(task).into_iter().map(|cut| cut.order());
+        Cut::fastest(task, task.least(orders, micros)?)
+    }
+
+    /// The divisions with the parameters that are given.
+    fn given(task: &Task<'_>) -> Vec<Self> {
+        let Conv2dConfiguration { block, parts, .. } = task.configuration;
         let fits = |given: Option<usize>, value| given.is_none_or(|given| given == value);
-        let (best, micros) = task.for_choice(|task| {
-            Cut::all(task.spec, task.problem)
-                .filter(|cut| fits(given.block, cut.block) && fits(given.parts, cut.parts))
-                .map(|cut| (cut, cut.micros(task)))
-                .min_by(|(_, a), (_, b)| a.total_cmp(b))
-        })?;
-        let is_best = |cut: &Cut| (cut.block, cut.parts) == (best.block, best.parts);
-        Cut::all(task.spec, task.problem).find(is_best).map(|cut| (cut, micros))
+        Cut::all(task.spec, task.problem)
+            .filter(|cut| fits(block, cut.block) && fits(parts, cut.parts))
+            .collect()
+    }
+
+    /// Of these, the one with the least expected time among those with this order, and that time in microseconds.
+    fn fastest(task: &Task<'_>, order: Order) -> Option<(Self, f64)> {
+        let cuts = Cut::given(task).into_iter().filter(|cut| cut.order() == order);
+        cuts.map(|cut| (cut, cut.micros(task))).min_by(|(_, a), (_, b)| a.total_cmp(b))
+    }
+
+    /// What decides in which order the products of an output are added.
+    fn order(&self) -> Order {
+        Order { parts: self.parts, block: (!self.half).then_some(self.block) }
     }
 
     /// The expected microseconds: a launch, and rounds of tiles with this number of steps.
@@ -126,7 +149,8 @@ impl Cut {
         }
         let copied = gather(spec, p, *self, true) != Gather::Channels;
         let (launch, byte) = rates.copy;
-        let copy = launch + byte * (p.n * p.c * p.h * p.w * spec.x.dtype.size()) as f64;
+        let sizes = [p.n, p.c, p.h, p.w, spec.x.dtype.size()].map(|size| size as f64);
+        let copy = launch + byte * sizes.iter().product::<f64>();
         let vectors = stores_vectors(&spec.y, p) || stores_pixels(&spec.y);
         let stores = rounds * rates.stores * (self.pixels * self.block) as f64 / 16384.0;
         let taken = |yes, micros| if yes { micros } else { 0.0 };
