@@ -212,13 +212,3 @@ def test_optimize(winner, device, times) -> None:
         for _ in range(3):
             for got, want in zip(fast(x, cache), wide(x.double(), cache.double()), strict=True):
                 close(got, want)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_bits_of_videos_on_a_gpu_are_pytorchs() -> None:
-    """Windrow promises none there, and `batch_invariant` leaves them to PyTorch."""
-    model = Block().eval().cuda()
-    x, cache = torch.randn(2, 6, 4, 7, 6, device="cuda"), torch.randn(2, 6, 2, 7, 6, device="cuda")
-    with torch.no_grad():
-        want = copy.deepcopy(model).double()(x.double(), cache.double())
-        close(compiled(model, "eager", batch_invariant=True)(x, cache)[0], want[0])

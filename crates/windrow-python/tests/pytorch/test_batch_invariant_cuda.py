@@ -110,6 +110,51 @@ def test_images(name, dtype):
     assert count >= 300
 
 
+# Of videos of 7 frames: [c, h, w, k], taps, stride and padding, of which the first is of frames.
+VIDEOS = {
+    "rows": ((64, 12, 10, 64), (3, 3, 3), (1, 1, 1), (0, 1, 1)),
+    "odd channels": ((21, 9, 7, 19), (3, 3, 3), (1, 1, 1), (0, 0, 0)),
+    "frames alone": ((48, 6, 5, 96), (3, 1, 1), (1, 1, 1), (0, 0, 0)),
+    "images": ((32, 7, 9, 72), (1, 3, 3), (1, 1, 1), (0, 1, 1)),
+    "stride": ((64, 9, 8, 32), (3, 3, 3), (1, 2, 2), (0, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VIDEOS)
+def test_videos(name, dtype, last):
+    """Videos alone and in a batch, whole and in chunks, by every algorithm and the one that is chosen."""
+    (c, h, w, k), taps, stride, padding = VIDEOS[name]
+    form = torch.channels_last_3d if last else torch.contiguous_format
+    x = torch.randn(9, c, 7, h, w, device="cuda")
+    x[5] *= 1e4
+    x[6, 0, 0, 0, 0] = float("inf")
+    x = x.to(dtype).contiguous(memory_format=form)
+    weight = (torch.randn(k, c, *taps, device="cuda") / (c * taps[0] * taps[1] * taps[2]) ** 0.5).to(dtype)
+    options = {"stride": stride, "padding": padding, "batch_invariant": True, "time_padding": "causal"}
+    options["accuracy"] = "fp32" if dtype == torch.float32 else "half"
+    count, before = 0, torch.zeros(9, c, taps[0] - 1, h, w, device="cuda", dtype=dtype).contiguous(memory_format=form)
+    for algorithm in [None, "direct", "im2col_gemm", "implicit_gemm", "winograd_row"]:
+        run = lambda x, **more: windrow.conv3d(x, weight, algorithm=algorithm, **options, **more)
+        try:
+            whole = run(x)
+        except NotImplementedError:
+            assert algorithm is not None
+            continue
+        for first, end in [(3, 4), (0, 1), (2, 4), (0, 7), (5, 9)]:
+            assert same(run(x[first:end]), whole[first:end]), f"{algorithm} of {first}..{end}"
+            count += end - first
+        for n in (1, 2, 3):
+            state, parts = before.clone(memory_format=torch.preserve_format), []
+            for t in range(0, 7, n):
+                frames = {"initial_frames": state, "final_frames": state} if taps[0] > 1 else {}
+                parts.append(run(x[:, :, t : t + n], **frames))
+            assert same(torch.cat(parts, 2), whole), f"{algorithm} in chunks of {n}"
+            count += 9
+    assert count >= 80
+
+
 @pytest.mark.parametrize("algorithm", LIBRARIES)
 def test_libraries_are_refused(algorithm):
     x, weight, _, options = problem("rows", torch.float16, True)

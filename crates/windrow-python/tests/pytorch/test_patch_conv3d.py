@@ -157,7 +157,7 @@ def test_a_step_on_a_gpu_gains_more_than_autograd_takes(seconds, is_ours) -> Non
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("is_allowed", [True, False])
-def test_tf32_on_a_gpu_is_pytorchs(is_allowed, times, monkeypatch) -> None:
+def test_tf32_on_a_gpu_only_where_pytorch_allows_it(is_allowed, times, monkeypatch) -> None:
     times(OURS)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", is_allowed)
     model = nn.Conv3d(64, 64, 3, padding=1).cuda()
@@ -166,8 +166,8 @@ def test_tf32_on_a_gpu_is_pytorchs(is_allowed, times, monkeypatch) -> None:
     patch(model)
     with torch.no_grad():
         error = [float((model(x) - want).norm() / want.norm()) for _ in range(2)]
-    # TF32 rounds operands to 11 bits; f32's error is hundreds of times smaller.
-    assert all((e > 2e-5) == is_allowed and e < 2e-3 for e in error)
+    # TF32 rounds operands to 11 bits. The error of f32, by which Windrow may compute it too, is hundreds of times smaller.
+    assert all(e < (2e-3 if is_allowed else 2e-5) for e in error)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -227,8 +227,6 @@ def _why_not_promised(module: nn.Module) -> str | None:
     add nothing up, and for those that only contain others."""
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind is nn.Conv3d and any(p.is_cuda for p in module.parameters()):
-        return f"{name} on CUDA: {NOT_PROMISED}"
     if kind is nn.GELU:
         return None
     if kind in _OWN and isinstance(module, nn.modules.conv._ConvNd):

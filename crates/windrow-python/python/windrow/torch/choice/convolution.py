@@ -48,13 +48,10 @@ def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
     """The implementation of a convolution. If nobody has decided it yet, this decides."""
     filter = conv.filter
     layout = problem.memory_format(x, filter)
-    is_invariant = is_batch_invariant(conv.accuracy)
-    # Windrow promises no bits of videos on GPUs.
-    is_refused = is_invariant and problem.is_video(x) and x.is_cuda
-    if is_refused or not problem.can_be_ours(x, filter, conv.bias):
+    if not problem.can_be_ours(x, filter, conv.bias):
         return Way(PyTorch(conv, layout), is_final=False)
     beside = None if residual is None else _beside(conv, x, residual, layout)
-    if is_invariant:
+    if is_batch_invariant(conv.accuracy):
         # Nothing that is measured decides.
         return Way(_named(KEPT, conv, layout, beside, None), is_final=True)
     after = After(conv.activation, beside, conv.weight.dim() == 2) if conv.is_fused else conv.activation

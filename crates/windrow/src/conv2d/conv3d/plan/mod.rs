@@ -14,7 +14,7 @@ use crate::cpu::Isa;
 use crate::plan::{Checks, Input, Operator, Plan, Views, engine, views};
 use crate::tensor::check_device;
 use crate::verification::{Check, Expected};
-use crate::{Device, Error, Result, TensorRef, Verify, Workspace};
+use crate::{Result, TensorRef, Verify, Workspace};
 
 pub use cpu::Cpu;
 pub use gpu::Gpu;
@@ -57,14 +57,6 @@ impl Operator for Conv3d {
 
     fn problem(spec: &Conv3dSpec) -> Result<Problem> {
         spec.problem()
-    }
-
-    fn check_batch_invariant(_: &Conv3dSpec, device: Device) -> Result<()> {
-        if device == Device::Cpu {
-            return Ok(());
-        }
-        let what = format!("conv3d with batch_invariant on {device}");
-        Err(Error::unsupported(what, "the option is available on the CPU only"))
     }
 
     fn views<'a>(args: &'a Conv3dArgs<'_>) -> Views<'a> {
