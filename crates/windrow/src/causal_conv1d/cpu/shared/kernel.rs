@@ -1,8 +1,7 @@
 //! The inner loops, each a kernel of its own, compiled for each instruction set, element type and width.
 
-use super::epilogue::silu_of_all;
 use super::operand::Staged;
-use super::store::{Sum, clamped, put_tokens, store};
+use super::store::{Sum, store, store_all};
 use crate::cpu::{Kernel, Simd, SimdElement};
 
 /// Tokens that [`along_channels`] computes at once where there are several, so that each is loaded
@@ -118,7 +117,7 @@ impl<T: SimdElement, const W: usize> Kernel for AlongTokens<'_, T, W> {
     }
 }
 
-/// `V` vectors of a channel at once.
+/// `V` vectors of a channel at once, and several times as many where there are, so that their activations overlap.
 #[inline(always)]
 unsafe fn along_tokens_by<
     S: Simd,
@@ -134,37 +133,78 @@ unsafe fn along_tokens_by<
     n: usize,
     staged: &Staged,
 ) {
-    let width = if W > 0 { W } else { sum.width };
     let step = V * S::LANES;
-    // SAFETY: promised by the caller; `i` stays at most n - step.
+    // Sixteen registers do not hold four sums and SiLU's constants.
+    let several = if SILU && S::REGISTERS < 32 { 2 } else { 4 };
+    // SAFETY: promised by the caller; `i` stays at most n - step, and with several steps at most n less these.
     unsafe {
         let bias = s.splat(*staged.bias);
         let mut taps = [s.zero(); W];
         for (k, tap) in taps.iter_mut().enumerate() {
             *tap = s.splat(*staged.weight.add(k * staged.stride));
         }
+        let parameters = (bias, &taps, staged);
         let mut i = 0;
         loop {
-            let mut sums = [bias; V];
-            for k in 0..width {
-                let tap = match taps.get(k) {
-                    Some(tap) => *tap,
-                    None => s.splat(*staged.weight.add(k * staged.stride)),
-                };
-                let x = load::<S, T, V>(s, x.add(i + k));
-                for (v, sum) in sums.iter_mut().enumerate() {
-                    *sum = s.mul_add(tap, x[v], *sum);
-                }
+            let (x, to) = (x.add(i), y.add(i));
+            let misaligned = to.addr() / size_of::<T>() % step;
+            // Pairs of sums without an activation are bound by their loads, and other widths are rare.
+            let gains = W > 0 && (SILU || V == 1);
+            let fit = gains && misaligned == 0 && i + several * step <= n;
+            let count = if fit { several } else { 1 };
+            match count {
+                1 => steps::<S, T, W, V, 1, SILU>(s, sum, x, to, parameters),
+                2 => steps::<S, T, W, V, 2, SILU>(s, sum, x, to, parameters),
+                _ => steps::<S, T, W, V, 4, SILU>(s, sum, x, to, parameters),
             }
-            store::<S, T, V, SILU>(s, sum, y.add(i), sums);
-            if i + step >= n {
+            if i + count * step >= n {
                 break;
             }
             // Vectors after the first are aligned, the first and the last overlap their neighbours
             // and write the same values again.
-            let misaligned = y.add(i).addr() / size_of::<T>() % step;
-            i = (i + step - misaligned).min(n - step);
+            i = (i + count * step - misaligned).min(n - step);
         }
+    }
+}
+
+/// `N` times `V` vectors of a channel from x's first history on. The parameters are the bias, and the filter's taps as
+/// vectors and where they lie.
+///
+/// # Safety
+/// `N * V * LANES + width - 1` elements are readable at `x` and `N * V * LANES` writable at `y`.
+#[inline(always)]
+unsafe fn steps<
+    S: Simd,
+    T: SimdElement,
+    const W: usize,
+    const V: usize,
+    const N: usize,
+    const SILU: bool,
+>(
+    s: S,
+    sum: Sum,
+    x: *const T,
+    y: *mut T,
+    (bias, taps, staged): (S::F32, &[S::F32; W], &Staged),
+) {
+    let width = if W > 0 { W } else { sum.width };
+    let step = V * S::LANES;
+    // SAFETY: promised by the caller.
+    unsafe {
+        let mut sums = [[bias; V]; N];
+        for k in 0..width {
+            let tap = match taps.get(k) {
+                Some(tap) => *tap,
+                None => s.splat(*staged.weight.add(k * staged.stride)),
+            };
+            for (i, sums) in sums.iter_mut().enumerate() {
+                let x = load::<S, T, V>(s, x.add(i * step + k));
+                for (v, sum) in sums.iter_mut().enumerate() {
+                    *sum = s.mul_add(tap, x[v], *sum);
+                }
+            }
+        }
+        store_all::<S, T, V, N, SILU>(s, sum, sum.stream, (y, step as isize), &mut sums);
     }
 }
 
@@ -259,22 +299,7 @@ unsafe fn along_channels_by<
                         }
                     }
                 }
-                let y = (y.add(c), y_token);
-                if SILU {
-                    silu_of_all::<S, T, V, N>(s, &mut sums);
-                    put_tokens(s, streams, y, &sums);
-                } else if sum.activation.bounds().is_some() {
-                    for vectors in sums.iter_mut() {
-                        for v in vectors.iter_mut() {
-                            *v = clamped(s, sum.activation, *v);
-                        }
-                    }
-                    put_tokens(s, streams, y, &sums);
-                } else {
-                    for (i, v) in sums.iter().enumerate() {
-                        store::<S, T, V, false>(s, sum, y.0.offset(i as isize * y_token), *v);
-                    }
-                }
+                store_all::<S, T, V, N, SILU>(s, sum, streams, (y.add(c), y_token), &mut sums);
                 if c + step >= channels {
                     break;
                 }

@@ -1,6 +1,6 @@
 //! What becomes of a sum: the activation, and the store.
 
-use super::epilogue::silu;
+use super::epilogue::{silu, silu_of_all};
 use crate::Activation;
 use crate::cpu::math::{activate, activate_all};
 use crate::cpu::{MAX_LANES, Simd, SimdElement, seldom};
@@ -24,7 +24,7 @@ impl Sum {
 
 /// The activation of `v`, which is a clamp: see [`Activation::bounds`].
 #[inline(always)]
-pub(super) fn clamped<S: Simd>(s: S, activation: Activation, v: S::F32) -> S::F32 {
+fn clamped<S: Simd>(s: S, activation: Activation, v: S::F32) -> S::F32 {
     match activation {
         Activation::Relu => activate(s, Activation::Relu, v),
         Activation::Relu6 => activate(s, Activation::Relu6, v),
@@ -68,31 +68,69 @@ pub(super) unsafe fn store<S: Simd, T: SimdElement, const V: usize, const SILU: 
         }
     }
     // SAFETY: promised by the caller.
-    unsafe { put_tokens(s, sum.stream, (y, 0), &[v]) }
+    unsafe { put_all(s, sum.stream, (y, 0), &[v]) }
 }
 
-/// Stores the vectors of `N` tokens, which are `y_token` apart, around the cache if `streams` and the first is aligned.
-/// There is one branch for all tokens: with a branch for each, the compiler computes later tokens behind those of earlier
-/// ones, and their operations do not overlap.
+/// Stores the activations of `N` tokens or steps, which are `apart` elements from each other, around the cache if `streams`
+/// and the first is aligned. `SILU`: it is SiLU.
 ///
 /// # Safety
-/// `V * LANES` elements are writable at `y` and for each token. If `streams`, all tokens are aligned if the first is.
+/// `V * LANES` elements are writable at `y` and for each of the others. If `streams`, all are aligned if the first is.
 #[inline(always)]
-pub(super) unsafe fn put_tokens<S: Simd, T: SimdElement, const V: usize, const N: usize>(
+pub(super) unsafe fn store_all<
+    S: Simd,
+    T: SimdElement,
+    const V: usize,
+    const N: usize,
+    const SILU: bool,
+>(
+    s: S,
+    sum: Sum,
+    streams: bool,
+    (y, apart): (*mut T, isize),
+    sums: &mut [[S::F32; V]; N],
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        if SILU {
+            silu_of_all::<S, T, V, N>(s, sums);
+            put_all(s, streams, (y, apart), sums);
+        } else if sum.activation.bounds().is_some() {
+            for vectors in sums.iter_mut() {
+                for v in vectors.iter_mut() {
+                    *v = clamped(s, sum.activation, *v);
+                }
+            }
+            put_all(s, streams, (y, apart), sums);
+        } else {
+            for (i, v) in sums.iter().enumerate() {
+                store::<S, T, V, false>(s, sum, y.offset(i as isize * apart), *v);
+            }
+        }
+    }
+}
+
+/// Stores vectors as [`store_all`] does. There is one branch for all: with a branch for each, the compiler computes later
+/// ones behind the stores of earlier ones, and their operations do not overlap.
+///
+/// # Safety
+/// As [`store_all`].
+#[inline(always)]
+unsafe fn put_all<S: Simd, T: SimdElement, const V: usize, const N: usize>(
     s: S,
     streams: bool,
-    (y, y_token): (*mut T, isize),
-    tokens: &[[S::F32; V]; N],
+    (y, apart): (*mut T, isize),
+    all: &[[S::F32; V]; N],
 ) {
     // SAFETY: promised by the caller.
     unsafe {
         if streams && y.addr().is_multiple_of(V * S::LANES * size_of::<T>()) {
-            for (i, v) in tokens.iter().enumerate() {
-                put::<S, T, V, true>(s, y.offset(i as isize * y_token), *v);
+            for (i, v) in all.iter().enumerate() {
+                put::<S, T, V, true>(s, y.offset(i as isize * apart), *v);
             }
         } else {
-            for (i, v) in tokens.iter().enumerate() {
-                put::<S, T, V, false>(s, y.offset(i as isize * y_token), *v);
+            for (i, v) in all.iter().enumerate() {
+                put::<S, T, V, false>(s, y.offset(i as isize * apart), *v);
             }
         }
     }
