@@ -243,3 +243,33 @@ fn bits_do_not_depend_on_other_videos() {
         }
     }
 }
+
+/// Methods that have the same name for a user, of several instruction sets, with one cache.
+#[test]
+fn packed_filters_belong_to_a_method() {
+    let bf16 = |shape: &[usize], order: &[usize]| TensorDesc {
+        dtype: DType::BF16,
+        layout: Layout::with_order(shape, order).unwrap(),
+    };
+    let x = bf16(&[3, 7, 1, 16, 21], &[0, 2, 3, 4, 1]);
+    let x = verify::random_tensor(1, x, -1.0, 1.0).unwrap();
+    let w = bf16(&[32, 7, 1, 1, 1], &[0, 1, 2, 3, 4]);
+    let w = verify::random_tensor(2, w, -1.0, 1.0).unwrap();
+    let params = Conv3dParams::default().with_stride([1, 2, 2]);
+    let spec = Conv3dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
+    let (configuration, cache) =
+        (Conv2dConfiguration::new(Conv2dAlgorithm::Direct), FilterCache::new());
+    for isa in Isa::available() {
+        let options = PlanOptions::default();
+        let plan = Conv3dPlan::on_isa(&spec, &configuration, &options, isa).unwrap();
+        let run = |weights: Weights<'_>| {
+            let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+            let mut y = Tensor::uninitialised(spec.y).unwrap();
+            let args = Conv3dArgs::new(x.as_ref(), weights);
+            plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+            y.as_ref().to_f64_vec().unwrap()
+        };
+        let raw = run(Weights::Raw(w.as_ref()));
+        assert_eq!(run(Weights::Cached(w.as_ref(), &cache)), raw, "{}", isa.name());
+    }
+}
