@@ -122,7 +122,8 @@ impl Cpu {
     }
 
     pub(super) fn form(&self) -> PackedForm {
-        PackedForm::Cpu { width: self.prepared.packed_width() }
+        let method = self.prepared.configuration().algorithm;
+        PackedForm::Cpu { method, width: self.prepared.packed_width() }
     }
 
     /// Computes y. The caller has checked the views, and that y shares no memory with an input.

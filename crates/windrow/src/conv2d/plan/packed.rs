@@ -34,6 +34,8 @@ impl Packing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::conv2d) enum PackedForm {
     Cpu {
+        /// The name of the method alone: methods that have one name for a user pack differently.
+        method: Conv2dAlgorithm,
         /// The number of channels that lie next to each other in the packed filter.
         width: usize,
     },
@@ -220,7 +222,10 @@ mod tests {
             of(16, "grouped", DType::BF16, 1, 0),
             of(16, "grouped", DType::F32, 3, 0),
             of(16, "grouped", DType::F32, 1, 1),
-            Packing { form: PackedForm::Cpu { width: 8 }, ..grouped },
+            Packing {
+                form: PackedForm::Cpu { method: Conv2dAlgorithm::Direct, width: 8 },
+                ..grouped
+            },
         ] {
             assert_ne!(grouped, other);
         }

@@ -270,3 +270,31 @@ fn verification_sees_a_filter_that_changed_though_frozen() {
     let error = plan.run(&args, y.as_mut(), &mut ws).unwrap_err();
     assert!(matches!(error, Error::Verification { .. }), "{error}");
 }
+
+/// Methods that have the same name for a user, of several instruction sets, with one cache.
+#[test]
+fn packed_filters_belong_to_a_method() {
+    let bf16 = |shape: &[usize], order: &[usize]| TensorDesc {
+        dtype: DType::BF16,
+        layout: Layout::with_order(shape, order).unwrap(),
+    };
+    let x = bf16(&[3, 7, 16, 21], &[0, 2, 3, 1]);
+    let x = random_tensor(1, x, -1.0, 1.0).unwrap();
+    let w = random_tensor(2, bf16(&[32, 7, 1, 1], &[0, 1, 2, 3]), -1.0, 1.0).unwrap();
+    let params = Conv2dParams::default().with_stride([2, 2]);
+    let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
+    let configuration = Conv2dConfiguration::new(Conv2dAlgorithm::Direct);
+    let cache = FilterCache::new();
+    for isa in Isa::available() {
+        let options = PlanOptions::default();
+        let plan = Conv2dPlan::on_isa(&spec, &configuration, &options, isa).unwrap();
+        let run = |weights: Weights<'_>| {
+            let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+            let mut y = Tensor::uninitialised(spec.y).unwrap();
+            plan.run(&Conv2dArgs::new(x.as_ref(), weights), y.as_mut(), &mut workspace).unwrap();
+            y.as_ref().to_f64_vec().unwrap()
+        };
+        let raw = run(Weights::Raw(w.as_ref()));
+        assert_eq!(run(Weights::Cached(w.as_ref(), &cache)), raw, "{}", isa.name());
+    }
+}

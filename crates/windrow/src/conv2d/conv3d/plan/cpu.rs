@@ -66,7 +66,8 @@ impl Engine<Conv3d> for Cpu {
 
 impl Cpu {
     pub(super) fn form(&self) -> PackedForm {
-        PackedForm::Cpu { width: self.prepared.packed_width() }
+        let method = self.prepared.configuration().algorithm;
+        PackedForm::Cpu { method, width: self.prepared.packed_width() }
     }
 
     /// Bytes of workspace that a run needs beside a filter that has memory of its own.

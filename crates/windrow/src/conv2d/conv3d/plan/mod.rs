@@ -99,8 +99,7 @@ impl Conv3dPlan {
 
     fn packing(&self) -> Packing {
         let form = engine!(self, engine => engine.form());
-        // That of the method: those that have the same name for a user pack differently.
-        Packing::new(&self.problem, self.configuration().algorithm, form)
+        Packing::new(&self.problem, self.algorithm(), form)
     }
 
     /// The bytes of workspace that [`Conv3dPlan::run`] needs for these inputs: at most [`Conv3dPlan::workspace_bytes`].
