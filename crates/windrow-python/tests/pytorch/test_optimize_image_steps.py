@@ -236,7 +236,7 @@ def test_other_types_are_pytorchs(dtype, graphs):
 def test_row_major_is_pytorchs(graphs, monkeypatch):
     from windrow.torch.backend import _compile
 
-    monkeypatch.setattr(_compile, "to_channels_last", lambda module, is_by_kernels: None)
+    monkeypatch.setattr(_compile, "to_channels_last", lambda *given: None)
     check(Network(), graphs, among=[])
 
 
