@@ -93,7 +93,7 @@ def is_ours(x: Any, weight: Any, bias: Any) -> bool:
     x, weight, bias = value(x), value(weight), value(bias)
     return (
         isinstance(x, Tensor)
-        and x.dim() in (3, 4, *[5] * (weight is not None))
+        and x.dim() in ((3, 4) if weight is None else (3, 4, 5))
         and (weight is None or weight.dim() == x.dim())
         and x.device.type in ("cpu", "cuda")
         and x.dtype in TYPES
