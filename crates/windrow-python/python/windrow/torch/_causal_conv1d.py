@@ -1,7 +1,7 @@
 """Causal conv1d with the signatures of Dao-AILab's causal-conv1d."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -9,7 +9,9 @@ from torch.compiler import is_dynamo_compiling
 
 from windrow import _native
 from windrow._split import expect
+from windrow.torch._context_parallel import Divided, is_divided
 from windrow.torch._library import (
+    as_autocast,
     autocast,
     call,
     define,
@@ -19,6 +21,9 @@ from windrow.torch._library import (
     or_empty,
     or_none,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def as_computed(x: Tensor, *filters: Tensor | None) -> list[Tensor | None]:
@@ -194,6 +199,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: None = None,
     batch_invariant: bool = False,
+    cp_group: "ProcessGroup | None" = None,
 ) -> Tensor: ...
 
 
@@ -211,6 +217,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: None = None,
     batch_invariant: bool = False,
+    cp_group: "ProcessGroup | None" = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -228,6 +235,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: None = None,
     batch_invariant: bool = False,
+    cp_group: "ProcessGroup | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -278,6 +286,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: Sequence[int] | None = None,
     batch_invariant: bool = False,
+    cp_group: "ProcessGroup | None" = None,
 ) -> Tensor | tuple[Any, ...]:
     """Causal convolution of whole sequences; a drop-in replacement of causal-conv1d's function of this name.
 
@@ -293,13 +302,23 @@ def causal_conv1d_fn(
     so many of the channels and no gaps: `torch.split(y, split, dim=1)` without a copy behind it.
     batch_invariant: if true, the bits of a sequence do not depend on the other sequences of the batch, on the number of
     threads, or on what was measured. Dense weights do not have it on CUDA.
+    cp_group: a process group whose ranks hold consecutive tokens of each sequence, any number each (context parallel).
+    x, y and their gradients are of this rank's tokens. Gradients of weight and bias are of its outputs: their sum over
+    the ranks is that of the whole. `initial_states` is rank 0's; each rank's final states follow its own tokens. All
+    ranks call this function, and its backward pass.
 
     Returns y, or (y, final_states) with `return_final_states`.
     """
     _expect_name(activation)
     tensors = (x, weight, bias, initial_states, seq_idx, cu_seqlens)
     y: Any
-    if split is None:
+    if cp_group is not None and is_divided(
+        cp_group, weight.shape[-1], initial_states, seq_idx=seq_idx, cu_seqlens=cu_seqlens, split=split
+    ):
+        tensors = as_autocast(x, weight, bias, initial_states)
+        options = (activation, batch_invariant)
+        y, final_states = Divided.apply(*tensors, *options, cp_group, _of_part, _gradients_of_part)
+    elif split is None:
         rest: tuple[Any, ...] = (activation, return_final_states, batch_invariant)
         y, final_states = call(_causal_conv1d, _kernel, tensors, *rest)
     else:
@@ -312,6 +331,33 @@ def causal_conv1d_fn(
     if final_states_out is not None:
         final_states = final_states_out.copy_(final_states)
     return y, final_states
+
+
+def _of_part(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    activation: str | None,
+    batch_invariant: bool,
+) -> Tensor:
+    tensors = (x, weight, bias, initial_states, None, None)
+    y: Tensor = call(_causal_conv1d, _kernel, tensors, activation, False, batch_invariant)[0]
+    return y
+
+
+def _gradients_of_part(
+    dy: Tensor,
+    dfinal_states: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    activation: str | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    tensors = (dy, dfinal_states, x, weight, bias, initial_states, None, None)
+    return or_none(call(_causal_conv1d_backward, _backward_kernel, tensors, activation, wanted), wanted)
 
 
 def _expect_name(activation: object) -> None:

@@ -214,6 +214,16 @@ def _is_cast(value: Any, device: str, dtype: torch.dtype) -> bool:
     )
 
 
+def as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors of a convolution as autocast casts them where it is on. The first one tells the device."""
+    assert tensors[0] is not None
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t is not None and _is_cast(t, device, dtype) else t for t in tensors]
+
+
 def autocast(
     operator: Any,
     lower_precision: Sequence[int],
