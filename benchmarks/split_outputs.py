@@ -61,21 +61,26 @@ def prompt(dim, tokens, peers):
     split, traffic = SPLITS[dim], 2 * 2 * dim * tokens
     xs = rotating((tokens, dim), torch.bfloat16, traffic)
     weight, bias, out = torch.randn(dim, WIDTH, **LIKE), torch.randn(dim, **LIKE), torch.empty_like(xs[0])
-    states = pool(2, dim, WIDTH - 1, LIKE)
+    first_states = pool(2, dim, WIDTH - 1, LIKE)
     more = {
         "query_start_loc": index([0, tokens], "cuda"),
         "cache_indices": index([1], "cuda"),
         "has_initial_state": torch.ones(1, dtype=torch.bool, device="cuda"),
         "seq_lens_cpu": [tokens],
     }
-    call = lambda module, i, **extra: module.causal_conv1d_fn(xs[i].T, weight, bias, states, **more, **extra)
+
+    def made(module, **extra):
+        """A prompt moves its states on, so that each way has states of its own."""
+        states = first_states.clone()
+        return lambda i: module.causal_conv1d_fn(xs[i].T, weight, bias, states, **more, **extra)
+
+    behind = lambda module: lambda i, call=made(module): apart(call(i), split, 0)
     calls = {
-        "split": lambda i: call(windrow.sglang, i, split=split),
-        "behind": lambda i: apart(call(windrow.sglang, i), split, 0),
+        "split": made(windrow.sglang, split=split),
+        "behind": behind(windrow.sglang),
         "copy": lambda i: out.copy_(xs[i]),
     }
-    for name, module in peers.items():
-        calls[name] = lambda i, module=module: apart(call(module, i), split, 0)
+    calls |= {name: behind(module) for name, module in peers.items()}
     return calls, len(xs), traffic
 
 

@@ -14,9 +14,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 IMAGES = 256
 BATCHES = [(3, 4), (0, 1), (255, 256), (2, 4), (101, 103), (0, 7), (9, 16), (249, 256), (0, 64), (77, 141)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# What a library of NVIDIA computes.
-LIBRARIES = ["cudnn", "winograd_gemm_f2", "winograd_gemm_f4", "winograd_gemm_f6"]
-ALGORITHMS = [None, "direct", "im2col_gemm", "implicit_gemm", "winograd_row"]
+TILES = ["winograd_gemm_f2", "winograd_gemm_f4", "winograd_gemm_f6"]
+ALGORITHMS = [None, "direct", "im2col_gemm", "implicit_gemm", "winograd_row", *TILES]
 
 # [c, h, w, k, taps, stride, padding, groups]
 LAYERS = {
@@ -155,11 +154,30 @@ def test_videos(name, dtype, last):
     assert count >= 80
 
 
-@pytest.mark.parametrize("algorithm", LIBRARIES)
-def test_libraries_are_refused(algorithm):
+def test_cudnn_is_refused():
     x, weight, _, options = problem("rows", torch.float16, True)
     with pytest.raises(NotImplementedError, match="batch_invariant"):
-        windrow.torch.conv2d(x, weight, **options, algorithm=algorithm, accuracy="half")
+        windrow.torch.conv2d(x, weight, **options, algorithm="cudnn", accuracy="half")
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "channels-last"])
+@pytest.mark.parametrize("size", [5, 14, 31, 70])
+@pytest.mark.parametrize("channels", [(24, 40), (256, 128), (512, 512)], ids=str)
+def test_products_of_the_library_keep_their_order(channels, size, last):
+    """cuBLASLt's algorithm is the one for eight images, whatever the number of tiles is."""
+    (c, k), images = channels, 64 if size < 70 else 16
+    x = laid_out(torch.randn(images, c, size, size, device="cuda"), last)
+    weight = torch.randn(k, c, 3, 3, device="cuda") / (9 * c) ** 0.5
+    for algorithm in TILES:
+        for dtype, accuracy in [(torch.float32, "fp32"), (torch.float32, "tf32"), (torch.float16, "half")]:
+            if accuracy != "fp32" and algorithm == TILES[2]:
+                continue
+            options = {"batch_invariant": True, "algorithm": algorithm, "accuracy": accuracy}
+            run = lambda x: windrow.torch.conv2d(x, weight.to(x.dtype), padding=1, **options)
+            whole = run(x.to(dtype))
+            for first, end in [(0, 1), (3, 5), (images - 1, images), (1, 8), (2, 11), (0, images // 2)]:
+                got = run(x[first:end].to(dtype))
+                assert same(got, whole[first:end]), f"{algorithm} {dtype} {accuracy}, images {first} to {end}"
 
 
 def test_without_the_option_bits_depend_on_the_batch():

@@ -63,6 +63,16 @@ library! {
         found: *mut Found,
         count: *mut c_int,
     );
+    fn cublasLtMatmulAlgoCheck(
+        handle: Handle,
+        operation: Handle,
+        a: Handle,
+        b: Handle,
+        c: Handle,
+        d: Handle,
+        algorithm: *const Algorithm,
+        found: *mut Found,
+    );
     fn cublasLtMatmul(
         handle: Handle,
         operation: Handle,
@@ -116,43 +126,43 @@ unsafe impl Send for CublasLtProduct {}
 unsafe impl Sync for CublasLtProduct {}
 
 impl CublasLtProduct {
-    /// The product on the device of this index, which is current.
+    /// The product on the device of this index, which is current, by the algorithm that the heuristic chooses for `like`, or
+    /// for the product itself.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if cuBLASLt has no algorithm; [`Error::Backend`] without cuBLASLt, or if it fails.
-    pub(super) fn new(index: u32, spec: &GemmSpec) -> Result<Self> {
+    /// [`Error::Unsupported`] if cuBLASLt has no algorithm, or if this one does not compute the product; [`Error::Backend`]
+    /// without cuBLASLt, or if it fails.
+    pub(super) fn new(index: u32, spec: &GemmSpec, like: Option<&GemmSpec>) -> Result<Self> {
         let library = CublasLt::get()?;
         let device = Device::Cuda(index);
         let count = c_int::try_from(spec.batch)
             .map_err(|_| Error::parameter("batch", spec.batch, "below 2^31 products"))?;
-        Self::find(library, index, spec, count).map_err(|failure| failure.on(device))?.ok_or_else(
-            || {
+        Self::find(library, index, spec, like, count)
+            .map_err(|failure| failure.on(device))?
+            .ok_or_else(|| {
                 let GemmSpec { m, n, k, batch, .. } = *spec;
                 Error::unsupported(
                     format!("{batch} products of {m} x {k} by {k} x {n} on {device}"),
                     "cuBLASLt has no algorithm for them",
                 )
-            },
-        )
+            })
     }
 
     fn find(
         library: &'static CublasLt,
         index: u32,
         spec: &GemmSpec,
-        count: c_int,
+        like: Option<&GemmSpec>,
+        batch: c_int,
     ) -> Outcome<Option<Self>> {
         let handle = handle(library, index)?;
-        let GemmSpec { m, n, k, a, b, c, compute, .. } = *spec;
+        let GemmSpec { a, b, c, compute, .. } = *spec;
         let operation = operation(library, compute, [b.transposed, a.transposed])?;
-        let layouts = [
-            layout(library, &b, if b.transposed { (k, n) } else { (n, k) }, count)?,
-            layout(library, &a, if a.transposed { (m, k) } else { (k, m) }, count)?,
-            layout(library, &c, (n, m), count)?,
-        ];
+        let layouts = layouts(library, spec, batch)?;
+        let layouts_of_like = like.map(|like| self::layouts(library, like, batch)).transpose()?;
         let preference = preference(library, [&b, &a, &c])?;
         let (mut found, mut count) = (Found::default(), 0);
-        let [first, second, result] = [0, 1, 2].map(|i| layouts[i].raw);
+        let [first, second, result] = raw(layouts_of_like.as_ref().unwrap_or(&layouts));
         // SAFETY: all descriptors are alive, and there is room for the one result asked for.
         let outcome = unsafe {
             library.cublasLtMatmulAlgoGetHeuristic(
@@ -175,6 +185,27 @@ impl CublasLtProduct {
         }
         library.check("cublasLtMatmulAlgoGetHeuristic", found.state)?;
         let algorithm = found.algorithm;
+        if like.is_some() {
+            let [first, second, result] = raw(&layouts);
+            // SAFETY: all descriptors are alive, and the call writes one result.
+            let outcome = unsafe {
+                library.cublasLtMatmulAlgoCheck(
+                    handle,
+                    operation.raw,
+                    first,
+                    second,
+                    result,
+                    result,
+                    &algorithm,
+                    &mut found,
+                )
+            };
+            match outcome {
+                Err(Failure { status: NOT_SUPPORTED, .. }) => return Ok(None),
+                outcome => outcome?,
+            }
+            library.check("cublasLtMatmulAlgoCheck", found.state)?;
+        }
         let workspace_bytes = found.workspace_bytes.next_multiple_of(256);
         Ok(Some(CublasLtProduct {
             library,
@@ -195,7 +226,7 @@ impl Product for CublasLtProduct {
     unsafe fn run(&self, operands: GemmOperands, stream: Handle, add: bool) -> Outcome<()> {
         let GemmOperands { a, b, c, workspace } = operands;
         let (one, beta) = (1f32, if add { 1f32 } else { 0f32 });
-        let [first, second, result] = [0, 1, 2].map(|i| self.layouts[i].raw);
+        let [first, second, result] = raw(&self.layouts);
         // SAFETY: the descriptors are alive, the scalars are f32 as the operation says and are read
         // before the call returns; the rest is the caller's promise.
         unsafe {
@@ -290,6 +321,20 @@ fn operation(
         operation.set(name, &i32::from(transposed))?;
     }
     Ok(operation)
+}
+
+/// The layouts of cuBLASLt's first operand (our B), of its second (our A), and of the result.
+fn layouts(library: &'static CublasLt, spec: &GemmSpec, batch: c_int) -> Outcome<[Descriptor; 3]> {
+    let GemmSpec { m, n, k, a, b, c, .. } = *spec;
+    Ok([
+        layout(library, &b, if b.transposed { (k, n) } else { (n, k) }, batch)?,
+        layout(library, &a, if a.transposed { (m, k) } else { (k, m) }, batch)?,
+        layout(library, &c, (n, m), batch)?,
+    ])
+}
+
+fn raw(layouts: &[Descriptor; 3]) -> [Handle; 3] {
+    layouts.each_ref().map(|layout| layout.raw)
 }
 
 /// The layout of a column-major `rows` x `columns` matrix.

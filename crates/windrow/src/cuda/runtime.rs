@@ -217,8 +217,8 @@ impl Runtime for Cuda {
         cublaslt::available()
     }
 
-    fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>> {
-        Ok(Box::new(cublaslt::CublasLtProduct::new(self.index, spec)?))
+    fn product(&self, spec: &GemmSpec, like: Option<&GemmSpec>) -> Result<Box<dyn Product>> {
+        Ok(Box::new(cublaslt::CublasLtProduct::new(self.index, spec, like)?))
     }
 
     fn convolution_library(&self) -> Result<String> {

@@ -84,12 +84,25 @@ impl Gemm {
     /// those of [`Matrix`]; [`Error::Unsupported`] if the library has no algorithm; [`Error::Backend`]
     /// without the library, or if it fails.
     pub(crate) fn new(gpu: &'static Gpu, spec: &GemmSpec) -> Result<Self> {
+        Self::with_order(gpu, spec, None)
+    }
+
+    /// The product as by [`Gemm::new`]. If `like` is given, each sum has the order that it has in the product `like`, which
+    /// differs in `m` and `n` alone: the library's algorithm is the one that it chooses for `like`.
+    ///
+    /// # Errors
+    /// As [`Gemm::new`]; [`Error::Unsupported`] too if the algorithm does not compute a product of this size.
+    pub(crate) fn with_order(
+        gpu: &'static Gpu,
+        spec: &GemmSpec,
+        like: Option<&GemmSpec>,
+    ) -> Result<Self> {
         spec.check()?;
         if [spec.m, spec.n, spec.batch].contains(&0) {
             return Ok(Gemm { gpu, product: None });
         }
         let _current = gpu.enter()?;
-        Ok(Gemm { gpu, product: Some(gpu.runtime.product(spec)?) })
+        Ok(Gemm { gpu, product: Some(gpu.runtime.product(spec, like)?) })
     }
 
     /// Bytes of workspace that a run needs, aligned to 256; a multiple of 256, so that memory after it is aligned too.

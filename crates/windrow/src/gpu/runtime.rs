@@ -206,8 +206,8 @@ pub(crate) trait Runtime: Common + Debug + Send + Sync {
 
     /// `Ok` if matrix products are available.
     fn check_gemm(&self) -> Result<()>;
-    /// A prepared matrix product, which has elements to compute.
-    fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>>;
+    /// A prepared matrix product, which has elements to compute. If `like` is given, its sums have the order of that one's.
+    fn product(&self, spec: &GemmSpec, like: Option<&GemmSpec>) -> Result<Box<dyn Product>>;
     /// The version of the vendor's library of convolutions.
     fn convolution_library(&self) -> Result<String>;
     /// The library's kernels for a convolution, at most `limits.most`, in order of expected speed, the fastest first.

@@ -240,9 +240,11 @@ impl Runtime for Hip {
         Ok(())
     }
 
-    fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>> {
+    fn product(&self, spec: &GemmSpec, like: Option<&GemmSpec>) -> Result<Box<dyn Product>> {
         let device = Device::Hip(self.index);
-        if rocblas::CHIPS.contains(&&*self.architecture)
+        // rocBLAS chooses by the sizes. Windrow's kernel adds the terms of every sum one after the other.
+        if like.is_none()
+            && rocblas::CHIPS.contains(&&*self.architecture)
             && let Ok(library) = Rocblas::get()
             && let Some(product) = RocblasProduct::new(library, self.index, spec)
                 .map_err(|failure| failure.on(device))?

@@ -145,9 +145,10 @@ mod tests {
     use super::super::choice::choose;
     use super::super::methods;
     use super::*;
+    use crate::Tile::{F2, F4};
     use crate::conv2d::Conv2dParams;
     use crate::{Accuracy, DType};
-    use Conv2dAlgorithm::{Direct, Im2colGemm, ImplicitGemm, WinogradRow};
+    use Conv2dAlgorithm::{Direct, Im2colGemm, ImplicitGemm, WinogradGemm, WinogradRow};
 
     /// The algorithm with its parameters that is chosen for an image tensor.
     fn chosen(
@@ -162,15 +163,16 @@ mod tests {
         let problem = spec.problem().unwrap();
         let mut task = Task::on_h200(&spec, &problem);
         task.options.batch_invariant = true;
-        let own = [Direct, Im2colGemm, ImplicitGemm, WinogradRow];
+        let own =
+            [Direct, Im2colGemm, ImplicitGemm, WinogradRow, WinogradGemm(F2), WinogradGemm(F4)];
         let algorithm = choose(&task, &own);
         methods::complete(&task.by(algorithm))
     }
 
-    /// The configuration without the block of f16 and bf16, which changes no bits.
+    /// The configuration without what changes no bits: the block of f16 and bf16, and the tiles of a chunk.
     fn for_bits(dtype: DType, configuration: Conv2dConfiguration) -> Conv2dConfiguration {
         let block = configuration.block.filter(|_| dtype == DType::F32);
-        Conv2dConfiguration { block, ..configuration }
+        Conv2dConfiguration { block, tiles: None, ..configuration }
     }
 
     #[test]

@@ -51,11 +51,6 @@ impl Method for WinogradGemmMethod {
         problem.is_winograd() && problem.c > 0 && counted && task.frames.is_none()
     }
 
-    /// The library chooses the kernel of the products by the number of tiles.
-    fn is_batch_invariant(&self) -> bool {
-        false
-    }
-
     /// Checks that the library of matrix products is found.
     fn runs_on(&self, gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
         gpu.check_gemm()
