@@ -16,6 +16,7 @@ from windrow.torch._conv2d import ACCURACIES, FASTEST
 from windrow.torch._gelu import GELU
 from windrow.torch._group_norm import GroupNorm
 from windrow.torch._modules import Conv1d, Conv2d, Conv3d, Convolution, ConvTranspose1d, ConvTranspose2d
+from windrow.torch._subclass import inserted, original_of
 from windrow.torch.choice import budget, store
 from windrow.torch.choice.problem import TYPES
 
@@ -82,7 +83,9 @@ def patch(model: nn.Module, accuracy: str | None = None, batch_invariant: bool =
     """Makes Windrow compute the convolutions and GELUs of a model, each if that is faster.
 
     Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and
-    `nn.GELU` become modules of `windrow.torch` in place. Parameters, hooks, device, training mode and references to the
+    `nn.GELU` become modules of `windrow.torch` in place. If the class of a module derives from one of the first three
+    and its `forward` calls theirs, as causal convolutions do, it keeps its `forward`, and Windrow computes what that
+    calls. Parameters, hooks, device, training mode and references to the
     modules stay. The report, whose `model` is the model, names every convolution and every GELU that was left, with the
     reason. A GELU that a `forward` calls as a function is not found, because it is no module. `nn.GroupNorm` and
     `nn.BatchNorm2d` are swapped too, for CUDA: group normalisation of few large groups in inference, and batch
@@ -115,14 +118,14 @@ def patch(model: nn.Module, accuracy: str | None = None, batch_invariant: bool =
             why = _why_not_promised(module)
         if why is not None:
             report.left[name] = why
-        elif type(module) in _OWN:
-            report.swapped[name] = f"{_OWN[type(module)].__name__}({module.extra_repr()})"
-            swapped.append(module)
+        elif (kind := _ours(module)) is not None:
+            report.swapped[name] = f"{kind.__name__}({module.extra_repr()})"
+            swapped.append((module, kind))
     # All of the model or, if something fails before this, nothing.
     if swapped:
         budget.start(model)
-    for module in swapped:
-        module.__class__ = _OWN[type(module)]
+    for module, kind in swapped:
+        module.__class__ = kind
         setattr(module, _MARK, True)
         if isinstance(module, Convolution):
             module.algorithm = None if batch_invariant else FASTEST
@@ -184,6 +187,8 @@ def _restore(swapped: dict[str, nn.Module]) -> None:
 def _restored(kind: type, known: dict[type, type | None]) -> type | None:
     """The class with PyTorch's class in the place of Windrow's. A class that a program generated, as `parametrize` and
     `fully_shard` do, is generated again; for one that somebody wrote the result is None."""
+    if kind not in known and (original := original_of(kind)) is not None:
+        known[kind] = original
     if kind not in known:
         bases = [_restored(base, known) if issubclass(base, tuple(_OWN.values())) else base for base in kind.__bases__]
         restored: type | None = kind
@@ -200,6 +205,25 @@ def _is_written(kind: type) -> bool:
     return "<locals>" in kind.__qualname__ or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
+def _ours(module: nn.Module) -> type[nn.Module] | None:
+    """The class of Windrow that takes the place of a module's. None if there is none."""
+    kind = type(module)
+    made = _OWN.get(kind) or _inserted(module)
+    return made if isinstance(made, type) else None
+
+
+def _inserted(module: nn.Module) -> type[nn.Module] | str | None:
+    """The class of a module that derives from a convolution, with Windrow's convolution in it; or why there is none."""
+    theirs = next((base for base in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(module, base)), None)
+    if theirs is None:
+        return None
+    clash = [name for name in _OPTIONS if name in module.__dict__ or name in module._modules]
+    if clash:
+        return f"has a `{clash[0]}` of its own"
+    made: type[nn.Module] | str = inserted(type(module), theirs, _OWN[theirs])
+    return made
+
+
 def _why_left(module: nn.Module) -> str | None:
     """The reason why `patch` leaves a convolution, GELU or normalisation. None for modules that it swaps and for all
     other modules."""
@@ -214,7 +238,10 @@ def _why_left(module: nn.Module) -> str | None:
             return f"{name} is parametrized: patch the model before that"
         if isinstance(module, nn.modules.lazy.LazyModuleMixin):
             return f"{name} has no weights yet: run the model, then patch it"
-        return f"{name} is a class of its own, whose forward may be another"
+        made = _inserted(module)
+        if made is None:
+            return f"{name} is a class of its own, whose forward may be another"
+        return None if isinstance(made, type) else f"{name} {made}"
     if isinstance(module, nn.modules.conv._ConvNd):
         return f"{name}: Windrow has nothing faster"
     if re.search("ge(l|gl)u", kind.__name__, re.IGNORECASE):
