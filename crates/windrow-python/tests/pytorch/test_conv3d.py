@@ -8,67 +8,24 @@ import torch
 import torch.nn.functional as F
 import windrow
 import windrow.torch
-from common import ACTIVATIONS, DEVICES, each_device
-from problems import DTYPES, SMALLEST, UNIT, Random, U
-from torch import Tensor
+from common import DEVICES, each_device
+from conv3d_problems import CHECKS, problem
+from problems import SMALLEST, UNIT, Random, U, Wrong
 from windrow.torch.choice import check
 from windrow.torch.choice.problem import Options, aten
 
 PROBLEMS = int(os.environ.get("WINDROW_TEST_PROBLEMS", 200))
-# The error of Winograd's largest tile, relative to the scale of its tile.
-WINOGRAD = 2e-5
-
-
-def bound(x: Tensor, weight: Tensor, bias: Tensor | None, options: dict, want: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far roundings can move the sums: those of f32, those of Winograd's tiles, which mix the pixels that they read,
-    and that of the result."""
-    bias = None if bias is None else bias.abs()
-    scale = F.conv3d(x.abs(), weight.abs(), bias, **options)
-    terms = weight[0].numel() + 4
-    error = terms * U * scale + UNIT[dtype] * want.abs() + SMALLEST[dtype]
-    if list(weight.shape[3:]) == [3, 3] and options["groups"] == 1 and x.numel():
-        near = F.max_pool3d(x.abs(), (1, 15, 15), stride=1, padding=(0, 7, 7))
-        error = error + WINOGRAD * F.conv3d(near, weight.abs().amax((3, 4), True).expand_as(weight), None, **options) * 9
-    return error
-
-
-def problem(r: Random) -> tuple[list[Tensor | None], dict, str | None]:
-    dtype = r.choose("dtype", DTYPES)
-    groups = r.choose("groups", [1, 2, 3], [6, 1, 1])
-    n, c, k = r.choose("n", [1, 2]), r.choose("c", [1, 2, 3, 8, 20, 40]), r.choose("k", [1, 3, 8, 16, 33])
-    filter = r.choose("filter", [[3, 3, 3], [1 + r.below(3), 3, 3], [3, 1, 1], [1 + r.below(4) for _ in "thw"]])
-    stride = r.choose("stride", [[1, 1, 1], [1 + r.below(3) for _ in "thw"]], [2, 1])
-    dilation = r.choose("dilation", [[1, 1, 1], [1 + r.below(2) for _ in "thw"]], [2, 1])
-    padding = [r.below(3) for _ in "thw"]
-    spans = [(f - 1) * d + 1 for f, d in zip(filter, dilation, strict=True)]
-    least = [max(1, span - 2 * p) for span, p in zip(spans, padding, strict=True)]
-    size = [m + r.below(more) for m, more in zip(least, (4, 9, 14), strict=True)]
-    r.chosen |= {"padding": padding, "size": size}
-    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    x = r.tensor("x", [n, c * groups, *size], dtype)
-    weight = r.tensor("weight", [k * groups, c, *filter], dtype)
-    bias = r.tensor("bias", [k * groups], dtype) if r.maybe("with bias") else None
-    return [x, weight, bias], options, r.choose("activation", list(ACTIVATIONS), [4] + [1] * (len(ACTIVATIONS) - 1))
 
 
 @each_device
-def test_random_problems_agree_with_f64(device: str) -> None:
+@pytest.mark.parametrize("compared", CHECKS)
+def test_random_problems_agree_with_f64(device: str, compared) -> None:
     for seed in range(PROBLEMS):
         r = Random(seed, device)
-        tensors, options, activation = problem(r)
-        wide = [None if t is None else t.double() for t in tensors]
-        want = F.conv3d(*wide, **options)
-        error = bound(*wide, options, want, tensors[0].dtype)
-        y = windrow.torch.conv3d(*tensors, **options)
-        assert y.dtype == tensors[0].dtype and y.shape == want.shape
-        wrong = (y.double() - want).abs() > error
-        assert not wrong.any(), f"{seed}: {r.chosen}, {int(wrong.sum())} of {wrong.numel()}"
-        if activation is not None:
-            got = windrow.torch.conv3d(*tensors, **options, activation=activation)
-            act = ACTIVATIONS[activation]
-            # The steepest slope is below 1.13; the activation's own roundings are a few units of f32 and one of the type.
-            near = 1.2 * error + (16 * U + UNIT[tensors[0].dtype]) * want.abs() + 1e-6
-            assert ((got.double() - act(want)).abs() <= near).all(), f"{seed}: {activation} {r.chosen}"
+        try:
+            compared(r)
+        except Wrong as wrong:
+            raise Wrong(f"{seed}: {wrong}, {r.chosen}") from wrong
 
 
 @each_device
