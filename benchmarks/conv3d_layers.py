@@ -1,20 +1,24 @@
-"""Convolutions of videos by Windrow beside cuDNN (through PyTorch), layer by layer, on one GPU.
+"""Convolutions of videos by Windrow beside PyTorch (on a GPU cuDNN), layer by layer.
 
     python benchmarks/conv3d_layers.py [--only WORD ...] [--types f32 tf32 bf16 bf16-half] [--record DIRECTORY]
+    python benchmarks/conv3d_layers.py --device cpu [--threads 2] [--record DIRECTORY]
 
-The layers are those of video decoders, with zeros around all directions, and some with filters of frames alone and with
+On one GPU, the layers are those of video decoders, with zeros around all directions, and some with filters of frames alone and with
 strides. Types: `f32` is strict, with TF32 off in cuDNN; `tf32` allows it in both; `bf16` is Windrow's default accuracy,
 and `bf16-half` its accuracy `half`, which allows Winograd's transforms. cuDNN is measured in both layouts and its
 better one counts. Windrow is measured in both as well, by the algorithm that it chooses and by each of its own that it
-has for the layer. Times are medians of replays of CUDA graphs, in turns. Each result is compared in f64 on a corner of
+has for the layer. Times are medians of replays of CUDA graphs, in turns; on the CPU of calls. There the layers are
+smaller ones of 3x3x3, in f32. Each result is compared in f64 on a corner of
 the images. A row with `initial` puts two frames before the video: Windrow reads them where they lie, PyTorch
 concatenates them. TFLOP/s are those of the definition. With --record the figures are written as conv3d_layers.json and
 .md.
 """
 
 import argparse
+import os
 import pathlib
 import statistics
+import time
 
 import provenance
 import torch
@@ -34,6 +38,10 @@ LAYERS = [
     ("96 to 192 pixels", 96, 192, 6, 240, 416, (1, 1, 1), (1, 1, 1), (0, 0, 0)),
     ("384 initial", 384, 384, 4, 120, 208, (3, 3, 3), (1, 1, 1), (0, 1, 1)),
 ]
+CPU_LAYERS = [
+    (f"{c}", c, c, *sizes, (3, 3, 3), (1, 1, 1), (1, 1, 1))
+    for c, sizes in ((64, (8, 56, 56)), (96, (6, 48, 48)), (128, (6, 32, 40)), (192, (6, 24, 32)), (256, (6, 20, 24)))
+]
 # Type of the elements, Windrow's accuracy, and whether cuDNN may round to TF32.
 TYPES = {
     "f32": (torch.float32, "fp32", False),
@@ -42,15 +50,18 @@ TYPES = {
     "bf16-half": (torch.bfloat16, "half", True),
 }
 LAYOUTS = {"ncthw": torch.contiguous_format, "channels_last": torch.channels_last_3d}
-ALGORITHMS = ["winograd_row", "implicit_gemm"]
+ALGORITHMS = {
+    "cuda": ["winograd_row", "implicit_gemm"],
+    "cpu": ["winograd_gemm_f2", "winograd_gemm_f4", "winograd_gemm_f6", "im2col_gemm"],
+}
 CORNER, ROUNDS, LEAST_MS = 12, 5, 6.0
 
 
 class Layer:
-    def __init__(self, layer, dtype, accuracy):
+    def __init__(self, layer, dtype, accuracy, device):
         self.name, c, k, t, h, w, taps, self.stride, self.padding = layer
-        generator = torch.Generator("cuda").manual_seed(1)
-        draw = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")
+        generator = torch.Generator(device).manual_seed(1)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, device=device)
         self.x = draw(1, c, t, h, w).to(dtype)
         self.weight = (draw(k, c, *taps) * (c * taps[0] * taps[1] * taps[2]) ** -0.5).to(dtype)
         self.bias = draw(k)
@@ -70,7 +81,7 @@ class Layer:
             more |= {"time_padding": "causal", "initial_frames": self.before.contiguous(memory_format=form)}
         return lambda: windrow.conv3d(x, self.weight, self.bias, filters=(cache, True), **more)
 
-    def cudnns(self, layout):
+    def pytorchs(self, layout):
         form = LAYOUTS[layout]
         x, weight = (tensor.contiguous(memory_format=form) for tensor in (self.x, self.weight))
         bias, before = self.bias.to(x.dtype), self.before
@@ -91,8 +102,25 @@ class Layer:
         return ((got - want).abs().max() / want.abs().max()).item()
 
 
-def graph_of(call):
-    """A graph of so many calls that it takes a few milliseconds, and their number."""
+class Calls:
+    """So many calls that they take a few milliseconds, with the interface of a CUDA graph."""
+
+    def __init__(self, call, count):
+        self.call, self.count = call, count
+
+    def replay(self):
+        for _ in range(self.count):
+            self.call()
+
+
+def graph_of(call, device):
+    """A graph of so many calls that it takes a few milliseconds, and their number; on the CPU the calls themselves."""
+    if device == "cpu":
+        call()
+        start = time.perf_counter()
+        call()
+        count = max(1, round(LEAST_MS / (time.perf_counter() - start) / 1e3))
+        return Calls(call, count), count
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -112,6 +140,10 @@ def graph_of(call):
 
 
 def milliseconds(graph, count):
+    if isinstance(graph, Calls):
+        begin = time.perf_counter()
+        graph.replay()
+        return (time.perf_counter() - begin) * 1e3 / count
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
@@ -120,20 +152,20 @@ def milliseconds(graph, count):
     return start.elapsed_time(end) / count
 
 
-def measure(layer, kind):
+def measure(layer, kind, device):
     dtype, accuracy, tf32 = TYPES[kind]
     torch.backends.cudnn.allow_tf32 = tf32
-    case = Layer(layer, dtype, accuracy)
-    calls = {("cudnn", layout): case.cudnns(layout) for layout in LAYOUTS}
-    calls |= {(name, layout): case.ours(layout, name) for layout in LAYOUTS for name in [None, *ALGORITHMS]}
+    case, algorithms = Layer(layer, dtype, accuracy, device), ALGORITHMS[device]
+    calls = {("pytorch", layout): case.pytorchs(layout) for layout in LAYOUTS}
+    calls |= {(name, layout): case.ours(layout, name) for layout in LAYOUTS for name in [None, *algorithms]}
     graphs, results, row = {}, {}, {"layer": case.name, "type": kind, "flops": case.flops, "errors": {}, "ms": {}}
     for (who, layout), call in calls.items():
         try:
             results[who, layout] = y = call()
             row["errors"][f"{who or 'chosen'} {layout}"] = case.error(y)
-            graphs[who, layout] = graph_of(call)
+            graphs[who, layout] = graph_of(call, device)
         except (NotImplementedError, ValueError, torch.OutOfMemoryError) as error:
-            if who is None or who == "cudnn":
+            if who is None or who == "pytorch":
                 raise
             row.setdefault("refused", {})[f"{who} {layout}"] = str(error)[:120]
     times = {who: [] for who in graphs}
@@ -147,50 +179,67 @@ def measure(layer, kind):
     # The algorithm that was chosen has the bits of the one with its name.
     for layout in LAYOUTS:
         chosen = results[None, layout]
-        same = [a for a in ALGORITHMS if (a, layout) in results and torch.equal(results[a, layout], chosen)]
+        same = [a for a in algorithms if (a, layout) in results and torch.equal(results[a, layout], chosen)]
         row[f"chosen {layout}"] = same[0] if same else "another"
     del graphs, results, calls
-    torch.cuda.empty_cache()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     return row
 
 
-def line(row):
+def line(row, device):
     ms = row["ms"]
-    rate = lambda name: row["flops"] / ms[name] / 1e9
-    cudnn = min(ms[f"cudnn {layout}"] for layout in LAYOUTS)
-    cells = [f"{rate(f'cudnn {layout}'):.0f}" for layout in LAYOUTS]
+    rate = lambda name: row["flops"] / ms[name] / UNITS[device][1]
+    pytorch = min(ms[f"pytorch {layout}"] for layout in LAYOUTS)
+    cells = [f"{rate(f'pytorch {layout}'):.0f}" for layout in LAYOUTS]
     for layout in LAYOUTS:
         name = f"chosen {layout}"
-        others = [f"{a} {rate(f'{a} {layout}'):.0f}" for a in ALGORITHMS if f"{a} {layout}" in ms]
-        cells += [f"{row[name]} {rate(name):.0f}", f"{cudnn / ms[name]:.2f}", ", ".join(others) or "-"]
-    worst = max((e, name) for name, e in row["errors"].items() if not name.startswith("cudnn"))
-    theirs = max(e for name, e in row["errors"].items() if name.startswith("cudnn"))
+        others = [f"{a} {rate(f'{a} {layout}'):.0f}" for a in ALGORITHMS[device] if f"{a} {layout}" in ms]
+        cells += [f"{row[name]} {rate(name):.0f}", f"{pytorch / ms[name]:.2f}", ", ".join(others) or "-"]
+    worst = max((e, name) for name, e in row["errors"].items() if not name.startswith("pytorch"))
+    theirs = max(e for name, e in row["errors"].items() if name.startswith("pytorch"))
     return f"| {row['layer']} | {row['type']} | {' | '.join(cells)} | {worst[0]:.1e} | {theirs:.1e} |"
 
 
-HEAD = (
-    "| layer | type | cuDNN NCTHW | cuDNN channels-last | NCTHW: chosen, TFLOP/s | x | each | channels-last: chosen "
-    "| x | each | largest error | cuDNN's |\n|---|---|--:|--:|---|--:|---|---|--:|---|--:|--:|"
-)
+# The peer's name, and operations in a millisecond that are one unit of its rate, and the unit.
+UNITS = {"cuda": ("cuDNN", 1e9, "TFLOP/s"), "cpu": ("PyTorch", 1e6, "GFLOP/s")}
+
+
+def head(device):
+    peer, _, unit = UNITS[device]
+    return (
+        f"| layer | type | {peer} NCTHW | {peer} channels-last | NCTHW: chosen, {unit} | x | each | channels-last: chosen "
+        f"| x | each | largest error | {peer}'s |\n|---|---|--:|--:|---|--:|---|---|--:|---|--:|--:|"
+    )
+
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="words that the names of layers begin with")
-    parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
+    parser.add_argument("--types", nargs="+", choices=TYPES, help="[default: all, on the CPU f32]")
+    parser.add_argument("--device", choices=UNITS, default="cuda")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU")
     parser.add_argument("--record", type=pathlib.Path, help="write conv3d_layers.json and .md there")
     args = parser.parse_args()
-    torch.backends.cudnn.benchmark = True
-    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    machine["cudnn"] = torch.backends.cudnn.version()
-    lines, rows = [f"# {machine}\n\n{provenance.sentence()}\n", HEAD], []
+    if args.device == "cpu":
+        torch.set_num_threads(args.threads)
+        os.environ["WINDROW_NUM_THREADS"] = str(args.threads)  # read at the first call
+        machine = {"device": provenance.machine(), "threads": args.threads}
+        layers, types = CPU_LAYERS, args.types or ["f32"]
+    else:
+        torch.backends.cudnn.benchmark = True
+        machine = {"device": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
+        layers, types = LAYERS, args.types or list(TYPES)
+    machine["torch"] = torch.__version__
+    lines, rows = [f"# {machine}\n\n{provenance.sentence()}\n", head(args.device)], []
     print("\n".join(lines), flush=True)
-    for layer in LAYERS:
+    for layer in layers:
         if args.only and not any(layer[0].startswith(word) for word in args.only):
             continue
-        for kind in args.types:
-            rows.append(measure(layer, kind))
-            lines.append(line(rows[-1]))
+        for kind in types:
+            rows.append(measure(layer, kind, args.device))
+            lines.append(line(rows[-1], args.device))
             print(lines[-1], flush=True)
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)
