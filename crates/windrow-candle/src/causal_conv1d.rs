@@ -18,7 +18,7 @@ const NAME: &str = "causal_conv1d";
 const UPDATE: &str = "causal_conv1d_update";
 
 /// The optional arguments of [`causal_conv1d`](crate::TensorExt::causal_conv1d); by default none is given.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct CausalConv1dOptions<'a> {
     /// The bias `[d_out]`, f32 or x's type.
     pub bias: Option<&'a Tensor>,
@@ -28,8 +28,23 @@ pub struct CausalConv1dOptions<'a> {
     pub seq_idx: Option<&'a Tensor>,
     /// Boundaries of packed sequences [sequences + 1], i32, i64 or u32, with b = 1.
     pub cu_seqlens: Option<&'a Tensor>,
-    /// Tokens before each sequence [b or sequences, d, width-1], of x's type.
+    /// Tokens before each sequence [b or sequences, d, (width-1) * dilation], of x's type.
     pub initial_states: Option<&'a Tensor>,
+    /// The distance of neighbouring taps in tokens; by default 1.
+    pub dilation: usize,
+}
+
+impl Default for CausalConv1dOptions<'_> {
+    fn default() -> Self {
+        CausalConv1dOptions {
+            bias: None,
+            activation: Activation::default(),
+            seq_idx: None,
+            cu_seqlens: None,
+            initial_states: None,
+            dilation: 1,
+        }
+    }
 }
 
 /// The optional arguments of [`causal_conv1d_update`](crate::TensorExt::causal_conv1d_update); by default none is
@@ -99,10 +114,12 @@ fn run(
     given: &CausalConv1dOptions<'_>,
     with_states: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let &CausalConv1dOptions { bias, activation, seq_idx, cu_seqlens, initial_states } = given;
+    let &CausalConv1dOptions { bias, activation, seq_idx, cu_seqlens, initial_states, dilation } =
+        given;
     let mut spec = CausalConv1dSpec::new(desc(NAME, x)?, desc(NAME, weight)?)
         .map_err(error(NAME))?
-        .with_activation(activation);
+        .with_activation(activation)
+        .with_dilation(dilation);
     for (name, tensor, slot) in [
         ("bias", bias, &mut spec.bias),
         ("seq_idx", seq_idx, &mut spec.seq_idx),

@@ -100,7 +100,7 @@ pub trait TensorExt {
     /// from 0 to l.
     fn causal_conv1d(&self, weight: &Tensor, options: &CausalConv1dOptions<'_>) -> Result<Tensor>;
 
-    /// [`causal_conv1d`](Self::causal_conv1d), and the final states [b or sequences, d, width-1]: the last `width - 1`
+    /// [`causal_conv1d`](Self::causal_conv1d), and the final states [b or sequences, d, (width-1) * dilation]: the last
     /// tokens of each sequence, which a later call takes as initial states. No gradient flows through the final states.
     ///
     /// # Errors

@@ -28,6 +28,7 @@ struct Inputs<'py> {
     cu_seqlens: Option<Array<'py>>,
     initial_states: Option<Array<'py>>,
     activation: Activation,
+    dilation: usize,
 }
 
 impl<'py> Inputs<'py> {
@@ -35,6 +36,7 @@ impl<'py> Inputs<'py> {
         [x, weight]: [&Bound<'py, PyAny>; 2],
         [bias, seq_idx, cu_seqlens, initial_states]: [Option<&Bound<'py, PyAny>>; 4],
         activation: Option<ActivationName>,
+        dilation: i64,
         device: Option<&str>,
     ) -> PyResult<Self> {
         let device = device.map(word).transpose()?;
@@ -47,6 +49,8 @@ impl<'py> Inputs<'py> {
             cu_seqlens: option("cu_seqlens", cu_seqlens)?,
             initial_states: option("initial_states", initial_states)?,
             activation: ActivationName::or_none(activation),
+            // A negative number is as wrong as zero.
+            dilation: usize::try_from(dilation).unwrap_or(0),
         })
     }
 
@@ -56,6 +60,7 @@ impl<'py> Inputs<'py> {
             .py()?
             .with_bias(desc(&self.bias))
             .with_activation(self.activation)
+            .with_dilation(self.dilation)
             .with_seq_idx(desc(&self.seq_idx))
             .with_cu_seqlens(desc(&self.cu_seqlens))
             .with_initial_states(desc(&self.initial_states)))
@@ -79,7 +84,9 @@ impl<'py> Inputs<'py> {
 /// A row may hold several sequences. `seq_idx` [b, l] i32 gives each token the number of its sequence
 /// (a negative number is padding, whose result is zero). Or, with b = 1, `cu_seqlens` [sequences + 1]
 /// i32 or i64 gives the boundaries.
-/// initial_states: [b or sequences, d, width - 1], the inputs before each sequence; by default zeros.
+/// dilation: the distance of neighbouring taps in tokens: tap k reads token `t - (width - 1 - k) * dilation`.
+/// initial_states: [b or sequences, d, (width - 1) * dilation], the inputs before each sequence; by
+/// default zeros.
 /// return_final_states: if true, the result is `(y, final_states)`. final_states has the shape of
 /// initial_states.
 /// batch_invariant: if true, the bits of a sequence do not depend on the other sequences.
@@ -90,7 +97,7 @@ impl<'py> Inputs<'py> {
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None,
                     initial_states=None, return_final_states=false, batch_invariant=false,
-                    out=None, device=None))]
+                    dilation=1, out=None, device=None))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d<'py>(
     py: Python<'py>,
@@ -103,11 +110,12 @@ pub(crate) fn causal_conv1d<'py>(
     initial_states: Option<&Bound<'py, PyAny>>,
     return_final_states: bool,
     batch_invariant: bool,
+    dilation: i64,
     out: Option<&Bound<'py, PyAny>>,
     device: Option<&str>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let options = [bias, seq_idx, cu_seqlens, initial_states];
-    let inputs = Inputs::import([x, weight], options, activation, device)?;
+    let inputs = Inputs::import([x, weight], options, activation, dilation, device)?;
     let of = (inputs.spec()?, batch_invariant);
     let mut results = forward(py, &inputs, of, return_final_states, out)?;
     match results.len() {
@@ -132,9 +140,10 @@ pub(crate) fn causal_conv1d_split<'py>(
     return_final_states: bool,
     split: Vec<i64>,
     batch_invariant: bool,
+    dilation: i64,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let options = [bias, seq_idx, cu_seqlens, initial_states];
-    let inputs = Inputs::import([x, weight], options, activation, None)?;
+    let inputs = Inputs::import([x, weight], options, activation, dilation, None)?;
     // A negative number is as wrong as a zero.
     let channels: Vec<_> = split.iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
     let spec = inputs.spec()?.with_split(&channels).py()?;
@@ -185,6 +194,8 @@ fn plan(py: Python<'_>, key: Key, x: &Array<'_>) -> PyResult<Arc<CausalConv1dPla
 /// Gradients of [`causal_conv1d`] with respect to those of `x`, `weight`, `bias` and
 /// `initial_states` that `needs` names.
 #[pyfunction]
+#[pyo3(signature = (dy, dfinal_states, x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, needs,
+                    dilation=1))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d_backward<'py>(
     py: Python<'py>,
@@ -198,11 +209,12 @@ pub(crate) fn causal_conv1d_backward<'py>(
     cu_seqlens: Option<&Bound<'py, PyAny>>,
     initial_states: Option<&Bound<'py, PyAny>>,
     needs: (bool, bool, bool, bool),
+    dilation: i64,
 ) -> PyResult<[Option<Bound<'py, PyAny>>; 4]> {
     let dy = Array::import("dy", dy)?;
     let dfinal_states = Array::import_option("dfinal_states", dfinal_states, None)?;
     let options = [bias, seq_idx, cu_seqlens, initial_states];
-    let inputs = Inputs::import([x, weight], options, activation, None)?;
+    let inputs = Inputs::import([x, weight], options, activation, dilation, None)?;
     // Gradients that come in may have any strides, like those of a sum; outputs may not.
     let final_states = dfinal_states.as_ref().map(like).transpose()?;
     let spec = inputs.spec()?.with_final_states(final_states);

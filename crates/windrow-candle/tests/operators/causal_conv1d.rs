@@ -51,6 +51,21 @@ fn equals_candles_grouped_conv1d() {
 }
 
 #[test]
+fn dilation_is_that_of_candles_conv1d() {
+    for device in devices() {
+        let (x, w) = (var((2, 5, 19), 1, &device), var((5, 3), 2, &device));
+        let padded = x.pad_with_zeros(2, 8, 0).unwrap();
+        let want = padded.conv1d(&w.unsqueeze(1).unwrap(), 0, 1, 4, 5).unwrap();
+        let options = CausalConv1dOptions { dilation: 4, ..Default::default() };
+        let (y, states) = x.causal_conv1d_with_states(&w, &options).unwrap();
+        assert_close(&y, &want, 5e-6);
+        assert_close(&states, &x.narrow(2, 11, 8).unwrap(), 0.0);
+        let bad = CausalConv1dOptions { dilation: 0, ..Default::default() };
+        assert!(x.causal_conv1d(&w, &bad).unwrap_err().to_string().contains("dilation"));
+    }
+}
+
+#[test]
 fn channels_last_input_gives_channels_last_output() {
     for device in devices() {
         let (w, bias) = (numbers((6, 4), 2, &device), numbers(6, 3, &device));

@@ -39,7 +39,10 @@ pub(crate) struct CausalConv1d {
     /// First token of each packed sequence, and the number of tokens, i32 or i64 [sequences + 1]
     #[arg(long, value_name = "FILE")]
     cu_seqlens: Option<PathBuf>,
-    /// Inputs before x: [b or sequences, d, width - 1]
+    /// Distance of neighbouring taps in tokens
+    #[arg(long, value_name = "TOKENS", default_value_t = 1)]
+    dilation: usize,
+    /// Inputs before x: [b or sequences, d, (width - 1) * dilation]
     #[arg(long, value_name = "FILE")]
     initial_states: Option<PathBuf>,
     /// File for the states after x, for the next call's --initial-states
@@ -71,6 +74,7 @@ impl CausalConv1d {
         let mut spec = CausalConv1dSpec::new(*x.desc(), *weight.desc())?;
         spec.bias = desc(&bias);
         spec.activation = self.activation;
+        spec.dilation = self.dilation;
         spec.seq_idx = desc(&seq_idx);
         spec.cu_seqlens = desc(&cu_seqlens);
         spec.initial_states = desc(&initial_states);

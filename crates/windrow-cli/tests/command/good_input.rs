@@ -107,6 +107,18 @@ fn run_causal_conv1d_in_two_halves() {
 }
 
 #[test]
+fn run_causal_conv1d_with_dilation() {
+    let folder = Folder::new();
+    folder.tensor("x.npy", &[1.0f32, 2.0, 3.0, 4.0], &[1, 1, 4]);
+    folder.tensor("w.npy", &[10.0f32, 1.0], &[1, 2]);
+    let run = "run causal-conv1d --input x.npy --weight w.npy --verify --dilation";
+    folder.succeed(&format!("{run} 2 --output y.npy --final-states s.npy"));
+    let read = |name| folder.read(name).to_vec::<f32>().unwrap();
+    assert_eq!((read("y.npy"), read("s.npy")), (vec![1.0, 2.0, 13.0, 24.0], vec![3.0, 4.0]));
+    folder.refuse(&format!("{run} 0 --output z.npy"), &["dilation", "at least 1"]);
+}
+
+#[test]
 fn run_causal_conv1d_on_packed_channel_last_sequences() {
     let folder = Folder::new();
     folder.ramp("x.npy", &[1, 9, 4]).ramp("w.npy", &[4, 3]);

@@ -53,6 +53,7 @@ def causal_conv1d(
     initial_states: Array | None = None,
     return_final_states: Literal[False] = False,
     batch_invariant: bool = False,
+    dilation: int = 1,
     out: A | None = None,
     device: str | None = None,
 ) -> A:
@@ -65,7 +66,9 @@ def causal_conv1d(
     A row may hold several sequences. `seq_idx` [b, l] i32 gives each token the number of its sequence
     (a negative number is padding, whose result is zero). Or, with b = 1, `cu_seqlens` [sequences + 1]
     i32 or i64 gives the boundaries.
-    initial_states: [b or sequences, d, width - 1], the inputs before each sequence; by default zeros.
+    dilation: the distance of neighbouring taps in tokens: tap k reads token `t - (width - 1 - k) * dilation`.
+    initial_states: [b or sequences, d, (width - 1) * dilation], the inputs before each sequence; by
+    default zeros.
     return_final_states: if true, the result is `(y, final_states)`. final_states has the shape of
     initial_states.
     batch_invariant: if true, the bits of a sequence do not depend on the other sequences.
@@ -87,6 +90,7 @@ def causal_conv1d(
     initial_states: Array | None = None,
     return_final_states: Literal[True],
     batch_invariant: bool = False,
+    dilation: int = 1,
     out: A | None = None,
     device: str | None = None,
 ) -> tuple[A, A]: ...
@@ -102,6 +106,7 @@ def causal_conv1d(
     initial_states: Array | None = None,
     return_final_states: bool,
     batch_invariant: bool = False,
+    dilation: int = 1,
     out: A | None = None,
     device: str | None = None,
 ) -> A | tuple[A, A]: ...
@@ -116,6 +121,7 @@ def causal_conv1d_split(
     return_final_states: bool,
     split: Sequence[int],
     batch_invariant: bool,
+    dilation: int,
 ) -> list[A]: ...
 def causal_conv1d_backward(
     dy: A,
@@ -128,6 +134,7 @@ def causal_conv1d_backward(
     cu_seqlens: Array | None,
     initial_states: Array | None,
     needs: tuple[bool, bool, bool, bool],
+    dilation: int = 1,
 ) -> list[A | None]: ...
 def causal_conv1d_update(
     x: A,

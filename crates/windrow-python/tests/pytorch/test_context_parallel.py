@@ -25,7 +25,7 @@ LENGTHS = {
 LAYOUTS = [(0, 1, 2), (0, 2, 1)]
 
 
-def whole(lengths, width, dtype, layout, device, dense=False):
+def whole(lengths, width, dtype, layout, device, dense=False, dilation=1):
     """x, weight, bias, initial states, and gradients of the output and the final states of all tokens: the same tensors
     on each rank."""
     torch.manual_seed(sum(lengths) + width)
@@ -33,28 +33,32 @@ def whole(lengths, width, dtype, layout, device, dense=False):
     outputs, length = 24, sum(lengths)
     x = make(2, 16 if dense else outputs, length, dtype=dtype, layout=layout)
     weight = make(outputs, 16, width) if dense else make(outputs, width, dtype=dtype)
-    states = [make(2, x.shape[1], width - 1, dtype=dtype) for _ in range(2)]
+    states = [make(2, x.shape[1], (width - 1) * dilation, dtype=dtype) for _ in range(2)]
     dy = make(2, outputs, length, dtype=dtype, layout=layout, grad=False)
     return [x, weight, make(outputs, dtype=dtype), states[0]], dy, states[1].detach()
 
 
-def reference(x, weight, bias, initial, activation):
+def reference(x, weight, bias, initial, activation, dilation):
     """In f64, by PyTorch's convolution."""
     joined = torch.cat([initial, x], 2)
     groups = x.shape[1] if weight.dim() == 2 else 1
     taps = weight[:, None] if weight.dim() == 2 else weight
-    return ACTIVATIONS[activation](F.conv1d(joined, taps, bias, groups=groups)), joined[:, :, x.shape[2] :]
+    y = F.conv1d(joined, taps, bias, dilation=dilation, groups=groups)
+    return ACTIVATIONS[activation](y), joined[:, :, x.shape[2] :]
 
 
-def compare(lengths, width, dtype, layout, activation, device, dense=False, with_initial=True, with_states=True):
+def compare(
+    lengths, width, dtype, layout, activation, device, dense=False, with_initial=True, with_states=True, dilation=1
+):
     """The parts' results have the bits of the whole's on one device, and gradients summed over ranks are near f64."""
     rank, case = dist.get_rank(), (lengths, width, dtype, layout, activation)
-    tensors, dy, dfinal = whole(lengths, width, dtype, layout, device, dense)
+    tensors, dy, dfinal = whole(lengths, width, dtype, layout, device, dense, dilation)
+    reach = (width - 1) * dilation
     x, weight, bias, initial = tensors
     initial = initial if with_initial else None
     start = sum(lengths[:rank])
     mine = slice(start, start + lengths[rank])
-    options = {"activation": activation, "return_final_states": True}
+    options = {"activation": activation, "return_final_states": True, "dilation": dilation}
 
     part = x.detach()[:, :, mine].requires_grad_()
     own = [t.detach().requires_grad_() for t in (weight, bias)]
@@ -67,19 +71,19 @@ def compare(lengths, width, dtype, layout, activation, device, dense=False, with
     want, final = causal_conv1d_fn(x, weight, bias, initial_states=initial, **options)
     torch.autograd.backward([want, final], [dy, dfinal * with_states])
     joined = torch.cat([torch.zeros_like(dfinal) if initial is None else initial, x], 2)
-    assert torch.equal(states, joined[:, :, mine.stop : mine.stop + width - 1])
+    assert torch.equal(states, joined[:, :, mine.stop : mine.stop + reach])
     assert not is_last or torch.equal(states, final)
 
     wide = [t.detach().double().requires_grad_() for t in tensors]
     wide_initial = wide[3] if with_initial else torch.zeros_like(wide[3])
-    exact, exact_final = reference(*wide[:3], wide_initial, activation)
+    exact, exact_final = reference(*wide[:3], wide_initial, activation, dilation)
     torch.autograd.backward([exact, exact_final], [dy.double(), dfinal.double() * with_states])
     assert_close(y.detach(), exact.detach()[:, :, mine], exact.abs().max())
     assert_close(part.grad, wide[0].grad[:, :, mine], wide[0].grad.abs().max())
     if not dense:
         assert torch.equal(y, want[:, :, mine])
         # A gradient of the final states that reaches an earlier rank is added last there.
-        if is_last or not with_states or sum(lengths[rank + 1 :]) >= width - 1:
+        if is_last or not with_states or sum(lengths[rank + 1 :]) >= reach:
             assert torch.equal(part.grad, x.grad[:, :, mine]), case
             assert first is None or torch.equal(first.grad, initial.grad), case
     if first is not None:
@@ -96,6 +100,8 @@ def values_and_gradients(device, world):
     is_cpu = device == "cpu"
     for lengths, width, layout in itertools.product(LENGTHS[world], [2, 4, 7] if is_cpu else [4], LAYOUTS):
         compare(lengths, width, torch.float32, layout, "silu", device)
+    for lengths, layout in itertools.product(LENGTHS[world], LAYOUTS):
+        compare(lengths, 3, torch.float32, layout, "silu", device, dilation=5)
     even = LENGTHS[world][0]
     for dtype, activation, layout in itertools.product(DTYPES, ACTIVATIONS if is_cpu else [None, "silu"], LAYOUTS):
         compare(even, 4, dtype, layout, activation, device, with_initial=False, with_states=False)

@@ -19,7 +19,7 @@ fields! {
         seq_idx: TensorRef<'a> => with_seq_idx,
         /// [sequences + 1]
         cu_seqlens: TensorRef<'a> => with_cu_seqlens,
-        /// [b or sequences, d, width-1]
+        /// [b or sequences, d, (width-1) * dilation]
         initial_states: TensorRef<'a> => with_initial_states,
     }
 }
@@ -32,7 +32,7 @@ fields! {
         y: TensorMut<'a>,
     }
     optional {
-        /// [b or sequences, d, width-1]. The values are exact copies of inputs.
+        /// [b or sequences, d, (width-1) * dilation]. The values are exact copies of inputs.
         final_states: TensorMut<'a> => with_final_states,
         /// [b, channels, l], if the outputs are split
         y2: TensorMut<'a> => with_y2,
@@ -52,7 +52,7 @@ pub struct CausalConv1dGrads<'a> {
     pub dweight: Option<TensorMut<'a>>,
     /// Gradient of the bias `[d_out]`, f32 or x's type. The result has the same bits for any number of threads.
     pub dbias: Option<TensorMut<'a>>,
-    /// Gradient of the initial states [b or sequences, d, width-1], of x's type.
+    /// Gradient of the initial states, of their shape and x's type.
     pub dinitial_states: Option<TensorMut<'a>>,
 }
 

@@ -1,5 +1,6 @@
 //! Comparison of results with the oracle: which sums form an element, and how large its error may be.
 
+use super::cpu::direct::gradients::most_additions;
 use super::cpu::im2col::gradients::most_tokens;
 use super::cpu::shared::epilogue::HALF_ERROR;
 use super::problem::OUTPUTS;
@@ -117,11 +118,13 @@ pub(super) fn backward_checks_with(
     grads: &CausalConv1dGrads<'_>,
 ) -> Result<Vec<Check>> {
     let problem = &reference.problem;
-    // Sums over taps, and over tokens: these go through tiles of 64 and pieces of 1024 tokens, or 8
-    // widths, in f32, or through matrix products.
+    // Sums over taps, and over tokens: these go through tiles of 64 tokens and the tiles of a task in f32, or through
+    // matrix products.
     let (taps, tokens) = match problem.dense {
-        true => (additions(problem.d_out) + problem.width, additions(most_tokens(problem.width))),
-        false => (problem.width + 1, 64 + 16 + problem.width / 8),
+        true => {
+            (additions(problem.d_out) + problem.width, additions(most_tokens(problem.history())))
+        }
+        false => (problem.width + 1, most_additions(problem) + problem.width / 8),
     };
     let checks = [
         ("dx", &grads.dx, &want.dx, taps),

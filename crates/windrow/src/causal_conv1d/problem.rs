@@ -19,6 +19,8 @@ pub struct Problem {
     pub l: usize,
     /// Filter taps, at least 1.
     pub width: usize,
+    /// The distance of neighbouring taps in tokens, at least 1.
+    pub dilation: usize,
     /// True if every output channel sums over all input channels.
     pub dense: bool,
 }
@@ -54,7 +56,7 @@ impl Problem {
             return Err(Error::shape("weight", weight.shape(), "a width of at least 1"));
         }
         check_parameter("weight", weight, x.dtype)?;
-        Ok(Problem { b, d, d_out, l, width, dense })
+        Ok(Problem { b, d, d_out, l, width, dilation: 1, dense })
     }
 
     /// The sizes with a weight [d, width].
@@ -63,9 +65,25 @@ impl Problem {
         if problem.dense { Err(rank("weight", weight, "2: [d, width]")) } else { Ok(problem) }
     }
 
+    /// The sizes with taps that are `dilation` tokens apart.
+    pub(super) fn with_dilation(self, dilation: usize) -> Result<Self> {
+        if dilation == 0 {
+            return Err(Error::parameter("dilation", 0, "at least 1"));
+        }
+        // Kernels compute with small multiples of the history and of positions.
+        let reach = self.history().checked_mul(dilation);
+        if dilation > 1 && reach.is_none_or(|reach| reach > isize::MAX as usize / 64) {
+            return Err(Error::SizeOverflow {
+                what: "history",
+                detail: format!("width {} with dilation {dilation}", self.width),
+            });
+        }
+        Ok(Problem { dilation, ..self })
+    }
+
     /// The number of tokens before a sequence on which its first outputs depend.
     pub(crate) fn history(&self) -> usize {
-        self.width - 1
+        (self.width - 1) * self.dilation
     }
 
     /// [b, d_out, l]

@@ -66,6 +66,11 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dSpec> {
         }
         _ => {}
     }
+    if choices.one_in(4) {
+        // States that the oracle can hold.
+        let most = 100_000 / (b * d * (width - 1)).max(1);
+        spec.dilation = choices.of(&[2, 3, 9, 300]).min(most.max(1));
+    }
     let states = spec.states_shape()?;
     if choices.one_in(2) {
         spec.initial_states = Some(desc(choices, style, dtype, &states, true)?);
@@ -85,7 +90,7 @@ fn spoil(
     let contiguous = TensorDesc::contiguous;
     let d_out = spec.weight.shape()[0];
     (spec.y, spec.y2, spec.y3) = (spec.whole_output()?, None, None);
-    let kind = match choices.below(13) {
+    let kind = match choices.below(15) {
         0 => {
             spec.x.dtype = DType::F64;
             "DType"
@@ -135,6 +140,14 @@ fn spoil(
         12 => {
             spec.y3 = Some(spec.y);
             "Parameter"
+        }
+        13 => {
+            spec.dilation = 0;
+            "Parameter"
+        }
+        14 if spec.weight.shape().last() > Some(&1) => {
+            spec.dilation = usize::MAX;
+            "SizeOverflow"
         }
         9 if b != 1 => {
             (spec.seq_idx, spec.cu_seqlens) = (None, Some(contiguous(DType::I64, &[2])?));

@@ -20,7 +20,7 @@ pub(crate) struct Reference {
     pub seq_idx: Option<Vec<i64>>,
     /// [sequences + 1]
     pub cu_seqlens: Option<Vec<i64>>,
-    /// [b or sequences, d, width-1]
+    /// [b or sequences, d, history]
     pub initial_states: Option<Vec<f64>>,
 }
 
@@ -129,7 +129,8 @@ impl Reference {
     fn row(&self, b: usize) -> Result<Vec<Option<Source>>> {
         let p = &self.problem;
         let taps = 0..p.l * p.width;
-        collected(taps.map(|tap| self.source(b, tap / p.width, p.history() - tap % p.width)))
+        let back = |k: usize| (p.width - 1 - k) * p.dilation;
+        collected(taps.map(|tap| self.source(b, tap / p.width, back(tap % p.width))))
     }
 
     /// Sum and bias of one output whose taps lie on `taps`, with its scale; `None` for padding.
@@ -196,7 +197,7 @@ impl Reference {
         }
     }
 
-    /// Final states [b or sequences, d, width-1].
+    /// Final states [b or sequences, d, history].
     pub(crate) fn final_states(&self) -> Result<Vec<f64>> {
         let p = &self.problem;
         let rows = self.state_rows()?;

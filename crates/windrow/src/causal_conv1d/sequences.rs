@@ -182,7 +182,7 @@ impl<'a> Sequences<'a> {
 
     /// The place from which the tokens of `run` read position `p` of row `b`. Tokens of other sequences, padding and
     /// positions after the sequence are nowhere; positions before the sequence are in its state. Exact for positions
-    /// down to `width - 1` before the run's start if the run was searched with at least that reach.
+    /// down to a history before the run's start if the run was searched with at least that reach.
     pub(crate) fn source(&self, b: usize, run: &Run, p: isize, history: usize) -> Source {
         if run.sequence < 0 {
             return Source::Nothing;

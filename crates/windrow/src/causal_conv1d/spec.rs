@@ -15,6 +15,8 @@ fields! {
     ///
     /// The `width - 1` tokens before a sequence come from its initial state; without one they are zeros. With a weight
     /// [d_out, d, width] the convolution is dense: every output channel sums over all input channels (`groups = 1`).
+    /// With a `dilation`, tap `k` reads token `t - (width - 1 - k) * dilation`. The *history*, the number of tokens
+    /// before a sequence on which its first outputs depend, is then `(width - 1) * dilation`.
     ///
     /// The shape of x is always [b, d, l]. For channels-last data, give the strides of that layout.
     ///
@@ -33,10 +35,10 @@ fields! {
     ///
     /// # States
     ///
-    /// `initial_states` and `final_states` are [b, d, width-1] ([sequences, d, width-1] with `cu_seqlens`) of x's type.
-    /// An initial state holds the last `width - 1` tokens before a sequence, and a final state the last `width - 1`
-    /// tokens of it, oldest first. If a sequence has fewer tokens, its final state begins with the end of its initial
-    /// state, or with zeros if there is none. The final state of a row that ends in padding is zeros.
+    /// `initial_states` and `final_states` are [b, d, history] ([sequences, d, history] with `cu_seqlens`) of x's type.
+    /// An initial state holds the last tokens before a sequence, and a final state the last tokens of it, oldest first.
+    /// If a sequence has fewer tokens, its final state begins with the end of its initial state, or with zeros if there
+    /// is none. The final state of a row that ends in padding is zeros.
     ///
     /// # Split outputs
     ///
@@ -68,6 +70,8 @@ fields! {
     default {
         /// Activation, applied after the bias is added to the sum.
         activation: Activation = Activation::Identity => with_activation,
+        /// Distance of neighbouring taps in tokens, at least 1.
+        dilation: usize = 1 => with_dilation,
     }
     optional {
         /// Bias `[d_out]`, f32 or x's type.
@@ -76,9 +80,9 @@ fields! {
         seq_idx: TensorDesc => with_seq_idx,
         /// Sequence boundaries [sequences + 1], i32 or i64.
         cu_seqlens: TensorDesc => with_cu_seqlens,
-        /// Last `width - 1` tokens before each sequence, [b or sequences, d, width-1], of x's type.
+        /// Last tokens before each sequence, [b or sequences, d, history], of x's type.
         initial_states: TensorDesc => with_initial_states,
-        /// Output: last `width - 1` tokens of each sequence, [b or sequences, d, width-1], of x's type.
+        /// Output: last tokens of each sequence, [b or sequences, d, history], of x's type.
         final_states: TensorDesc => with_final_states,
         /// Output of the channels behind those of `y`, [b, channels, l]; type and strides as for `y`.
         y2: TensorDesc => with_y2,
@@ -136,15 +140,19 @@ impl CausalConv1dSpec {
         }
     }
 
-    /// Shape of initial and final states: [b, d, width-1], or [sequences, d, width-1] with
-    /// `cu_seqlens`.
+    /// Shape of initial and final states: [b, d, history], or [sequences, d, history] with `cu_seqlens`. The history is
+    /// `(width - 1) * dilation`.
     ///
     /// # Errors
     /// As [`CausalConv1dSpec::new`], because the fields are public and may have been changed since, and the errors of
-    /// an invalid `cu_seqlens`.
+    /// an invalid `cu_seqlens` or `dilation`.
     pub fn states_shape(&self) -> Result<[usize; 3]> {
-        let problem = Problem::new(&self.x, &self.weight)?;
+        let problem = self.sizes()?;
         Ok([self.state_rows(&problem)?, problem.d, problem.history()])
+    }
+
+    fn sizes(&self) -> Result<Problem> {
+        Problem::new(&self.x, &self.weight)?.with_dilation(self.dilation)
     }
 
     fn state_rows(&self, problem: &Problem) -> Result<usize> {
@@ -178,7 +186,7 @@ impl CausalConv1dSpec {
 
     /// The sizes, after a check of everything that can be checked without tensor values.
     pub(crate) fn problem(&self) -> Result<Problem> {
-        let problem = Problem::new(&self.x, &self.weight)?;
+        let problem = self.sizes()?;
         let rows = self.state_rows(&problem)?;
         let dtype = self.x.dtype;
         problem.check_outputs(&self.y, [&self.y2, &self.y3], dtype)?;

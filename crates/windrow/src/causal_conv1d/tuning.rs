@@ -50,17 +50,21 @@ impl Tuned for CausalConv1d {
     fn plain(spec: &CausalConv1dSpec, _: &PlanOptions) -> Result<CausalConv1dSpec> {
         let mut plain = CausalConv1dSpec::new(dense(&spec.x)?, dense(&spec.weight)?)?
             .with_output(dense(&spec.whole_output()?)?)
-            .with_activation(spec.activation);
+            .with_activation(spec.activation)
+            .with_dilation(spec.dilation);
         plain.bias = spec.bias.as_ref().map(dense).transpose()?;
         Ok(plain)
     }
 
     fn key(spec: &CausalConv1dSpec, options: &PlanOptions) -> String {
-        let CausalConv1dSpec { x, weight, y, activation, .. } = spec;
+        let CausalConv1dSpec { x, weight, y, activation, dilation, .. } = spec;
         let (dtype, activation) = (x.dtype, activation.name());
         let (shape, filter) = (joined(x.shape()), joined(weight.shape()));
         let (from, to) = (order(x), order(y));
-        let key = format!("causal_conv1d {dtype} {shape} {filter} {from}-{to} {activation}");
+        let mut key = format!("causal_conv1d {dtype} {shape} {filter} {from}-{to} {activation}");
+        if *dilation > 1 {
+            key += &format!(" dilation {dilation}");
+        }
         match options.device == Device::Cpu {
             true => format!("{key} {} threads", resolve_threads(options.threads)),
             false => key,
@@ -104,7 +108,8 @@ impl Tuned for CausalConv1d {
                 let states = args.initial_states.map(|s| s.narrow(1, channels.clone()));
                 some.initial_states = states.transpose()?;
             }
-            let problem = super::Problem::new(some.x.desc(), some.weight.desc())?;
+            let problem = super::Problem::new(some.x.desc(), some.weight.desc())?
+                .with_dilation(plan.problem.dilation)?;
             let reference = Reference::new(problem, plan.spec.activation, &some)?;
             comparison::compare_output(&reference, &y.narrow(1, channels)?)
         })

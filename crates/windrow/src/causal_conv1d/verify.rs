@@ -169,7 +169,7 @@ const LARGE: [([usize; 3], usize, &str); 21] = [
 const UPDATES: [([usize; 3], usize); 4] =
     [([1, 1, 1], 1), ([4, 70, 1], 4), ([4, 72, 1], 4), ([3, 33, 5], 3)];
 
-const OPTIONS: [&str; 12] = [
+const OPTIONS: [&str; 15] = [
     "plain",
     "silu bias",
     "silu bias states",
@@ -182,14 +182,19 @@ const OPTIONS: [&str; 12] = [
     "silu bias split",
     "gelu seq_idx states split",
     "relu cu_seqlens split",
+    "silu bias states dilation",
+    "gelu seq_idx states dilation",
+    "relu cu_seqlens states dilation split",
 ];
-const DENSE_OPTIONS: [&str; 6] = [
+const DENSE_OPTIONS: [&str; 8] = [
     "silu bias states",
     "silu seq_idx",
     "gelu seq_idx states",
     "relu cu_seqlens",
     "relu cu_seqlens states",
     "silu bias states split",
+    "gelu seq_idx states dilation",
+    "relu cu_seqlens states dilation",
 ];
 
 /// The gradients that a case requests, in the order of [`CausalConv1dGrads`](super::CausalConv1dGrads): each option
@@ -307,6 +312,9 @@ fn spec(
         spec.seq_idx = Some(TensorDesc::contiguous(DType::I32, &[b, l])?);
     } else if has("cu_seqlens") {
         spec.cu_seqlens = Some(TensorDesc::contiguous(DType::I64, &[6])?);
+    }
+    if has("dilation") {
+        spec.dilation = 3;
     }
     let layout = Layout::with_order(&spec.states_shape()?, order)?;
     let states = Some(TensorDesc { dtype, layout });

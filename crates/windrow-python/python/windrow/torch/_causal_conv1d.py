@@ -50,6 +50,7 @@ def _kernel(
     activation: str | None,
     return_final_states: bool,
     batch_invariant: bool = False,
+    dilation: int = 1,
 ) -> tuple[Tensor, ...]:
     y = _native.causal_conv1d(
         x,
@@ -60,18 +61,26 @@ def _kernel(
         initial_states=initial_states,
         return_final_states=return_final_states,
         batch_invariant=batch_invariant,
+        dilation=dilation,
     )
     return y if return_final_states else or_empty(x, (y, None))
 
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _bias, _initial_states, _seq_idx, cu_seqlens, _activation, return_final_states = rest[:6]
+    dilation = _dilation(rest[6:])
     y = _fake_output(x, weight.shape[0])
     if not return_final_states:
         return y, x.new_empty(0)
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    states = x.new_empty(sequences, weight.shape[-1] - 1, x.shape[1])
+    states = x.new_empty(sequences, (weight.shape[-1] - 1) * dilation, x.shape[1])
     return y, states.transpose(1, 2)
+
+
+def _dilation(last: Sequence[Any]) -> int:
+    """The dilation in an operator's last arguments, `batch_invariant` and `dilation`. Those with their defaults may be
+    missing."""
+    return last[1] if len(last) > 1 else 1
 
 
 def _fake_output(x: Tensor, channels: int) -> Tensor:
@@ -84,25 +93,25 @@ def _fake_output(x: Tensor, channels: int) -> Tensor:
 def _backward_kernel(
     dy: Tensor, dfinal_states: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    initial_states, seq_idx, cu_seqlens, activation, needs = rest
-    of = (activation, seq_idx, cu_seqlens, initial_states, tuple(needs))
+    initial_states, seq_idx, cu_seqlens, activation, needs, *dilation = rest
+    of = (activation, seq_idx, cu_seqlens, initial_states, tuple(needs), *(dilation or [1]))
     grads = _native.causal_conv1d_backward(dy, dfinal_states, x, *as_computed(x, weight, bias), *of)
     return or_empty(dy, as_given(grads, (x, weight, bias, initial_states)))
 
 
 _causal_conv1d = define(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? seq_idx,"
-    " Tensor? cu_seqlens, str? activation, bool return_final_states, bool batch_invariant=False)"
+    " Tensor? cu_seqlens, str? activation, bool return_final_states, bool batch_invariant=False, int dilation=1)"
     " -> (Tensor, Tensor)",
     _kernel,
     _fake,
 )
 _causal_conv1d_backward = define(
     "causal_conv1d_backward(Tensor dy, Tensor? dfinal_states, Tensor x, Tensor weight, Tensor? bias,"
-    " Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, str? activation, bool[] needs)"
+    " Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, str? activation, bool[] needs, int dilation=1)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _backward_kernel,
-    lambda dy, dfinal_states, x, weight, bias, initial_states, seq_idx, cu_seqlens, activation, needs: (
+    lambda dy, dfinal_states, x, weight, bias, initial_states, seq_idx, cu_seqlens, activation, needs, dilation=1: (
         fake_gradients([x, weight, bias, initial_states], needs, dy)
     ),
 )
@@ -110,6 +119,7 @@ _causal_conv1d_backward = define(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.activation, ctx.return_final_states = inputs[6:8]
+    ctx.dilation = _dilation(inputs[8:])
     # The number of arguments that have no gradient.
     ctx.others = len(inputs) - 4
     ctx.save_for_backward(*inputs[:6])
@@ -118,7 +128,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, dy: Tensor, dfinal_states: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:4]
     tensors = (dy, dfinal_states if ctx.return_final_states else None, *ctx.saved_tensors)
-    grads = call(_causal_conv1d_backward, _backward_kernel, tensors, ctx.activation, needs)
+    grads = call(_causal_conv1d_backward, _backward_kernel, tensors, ctx.activation, needs, ctx.dilation)
     return *or_none(grads, needs), *[None] * ctx.others
 
 
@@ -137,6 +147,7 @@ def _split_kernel(
     activation: str | None,
     return_final_states: bool,
     batch_invariant: bool = False,
+    dilation: int = 1,
 ) -> tuple[Tensor, ...]:
     results = _native.causal_conv1d_split(
         x,
@@ -148,6 +159,7 @@ def _split_kernel(
         return_final_states,
         split,
         batch_invariant,
+        dilation,
     )
     states = results.pop() if return_final_states else None
     return or_empty(x, (*results, *[None] * (3 - len(results)), states))
@@ -155,13 +167,14 @@ def _split_kernel(
 
 def _split_fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *options, split, activation, return_final_states = rest[:7]
-    _, states = _fake(x, weight, *options, activation, return_final_states)
+    _, states = _fake(x, weight, *options, activation, return_final_states, *rest[7:])
     ys = [_fake_output(x, n) for n in split]
     return or_empty(x, (*ys, *[None] * (3 - len(ys)), states))
 
 
 def _split_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     split, ctx.activation, ctx.return_final_states = inputs[6:9]
+    ctx.dilation = _dilation(inputs[9:])
     ctx.parts, ctx.others = len(split), len(inputs) - 4
     ctx.save_for_backward(*inputs[:6])
 
@@ -174,8 +187,8 @@ def _split_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 _causal_conv1d_split = define(
     "causal_conv1d_split(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? seq_idx,"
-    " Tensor? cu_seqlens, SymInt[] split, str? activation, bool return_final_states, bool batch_invariant=False)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? cu_seqlens, SymInt[] split, str? activation, bool return_final_states, bool batch_invariant=False,"
+    " int dilation=1) -> (Tensor, Tensor, Tensor, Tensor)",
     _split_kernel,
     _split_fake,
 )
@@ -199,6 +212,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: None = None,
     batch_invariant: bool = False,
+    dilation: int = 1,
     cp_group: "ProcessGroup | None" = None,
 ) -> Tensor: ...
 
@@ -217,6 +231,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: None = None,
     batch_invariant: bool = False,
+    dilation: int = 1,
     cp_group: "ProcessGroup | None" = None,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -235,6 +250,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: None = None,
     batch_invariant: bool = False,
+    dilation: int = 1,
     cp_group: "ProcessGroup | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -253,6 +269,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: Sequence[int],
     batch_invariant: bool = False,
+    dilation: int = 1,
 ) -> tuple[Tensor, ...]: ...
 
 
@@ -270,6 +287,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: Sequence[int],
     batch_invariant: bool = False,
+    dilation: int = 1,
 ) -> tuple[Tensor, ...] | tuple[tuple[Tensor, ...], Tensor]: ...
 
 
@@ -286,6 +304,7 @@ def causal_conv1d_fn(
     cu_seqlens: Tensor | None = None,
     split: Sequence[int] | None = None,
     batch_invariant: bool = False,
+    dilation: int = 1,
     cp_group: "ProcessGroup | None" = None,
 ) -> Tensor | tuple[Any, ...]:
     """Causal convolution of whole sequences; a drop-in replacement of causal-conv1d's function of this name.
@@ -296,12 +315,14 @@ def causal_conv1d_fn(
     seq_idx: [batch, seqlen] i32, the number of each token's sequence; a negative number is padding.
     cu_seqlens: [sequences + 1] i32 or i64, the boundaries of the sequences in a batch of 1. Give this or seq_idx, not
     both.
-    initial_states, final_states_out: [batch or sequences, dim, width - 1].
+    initial_states, final_states_out: [batch or sequences, dim, (width - 1) * dilation].
     activation: None, "silu", "swish", "gelu", "gelu_tanh", "relu" or "relu6".
     split: one to three numbers of channels whose sum is dim (dim_out). y is then a tuple of tensors, each of which has
     so many of the channels and no gaps: `torch.split(y, split, dim=1)` without a copy behind it.
     batch_invariant: if true, the bits of a sequence do not depend on the other sequences of the batch, on the number of
     threads, or on what was measured. Dense weights do not have it on CUDA.
+    dilation: the distance of neighbouring taps in tokens, as of `torch.nn.functional.conv1d` of x with
+    (width - 1) * dilation zeros before it.
     cp_group: a process group whose ranks hold consecutive tokens of each sequence, any number each (context parallel).
     x, y and their gradients are of this rank's tokens. Gradients of weight and bias are of its outputs: their sum over
     the ranks is that of the whole. `initial_states` is rank 0's; each rank's final states follow its own tokens. All
@@ -312,18 +333,19 @@ def causal_conv1d_fn(
     _expect_name(activation)
     tensors = (x, weight, bias, initial_states, seq_idx, cu_seqlens)
     y: Any
+    reach = (weight.shape[-1] - 1) * dilation
     if cp_group is not None and is_divided(
-        cp_group, weight.shape[-1], initial_states, seq_idx=seq_idx, cu_seqlens=cu_seqlens, split=split
+        cp_group, reach, initial_states, seq_idx=seq_idx, cu_seqlens=cu_seqlens, split=split
     ):
         tensors = as_autocast(x, weight, bias, initial_states)
-        options = (activation, batch_invariant)
+        options = (activation, batch_invariant, dilation)
         y, final_states = Divided.apply(*tensors, *options, cp_group, _of_part, _gradients_of_part)
     elif split is None:
-        rest: tuple[Any, ...] = (activation, return_final_states, batch_invariant)
+        rest: tuple[Any, ...] = (activation, return_final_states, batch_invariant, dilation)
         y, final_states = call(_causal_conv1d, _kernel, tensors, *rest)
     else:
         expect(split, weight.shape[0])
-        rest = (list(split), activation, return_final_states, batch_invariant)
+        rest = (list(split), activation, return_final_states, batch_invariant, dilation)
         *y, final_states = call(_causal_conv1d_split, _split_kernel, tensors, *rest)
         y = tuple(y[: len(split)])
     if not return_final_states:
@@ -340,9 +362,10 @@ def _of_part(
     initial_states: Tensor | None,
     activation: str | None,
     batch_invariant: bool,
+    dilation: int,
 ) -> Tensor:
     tensors = (x, weight, bias, initial_states, None, None)
-    y: Tensor = call(_causal_conv1d, _kernel, tensors, activation, False, batch_invariant)[0]
+    y: Tensor = call(_causal_conv1d, _kernel, tensors, activation, False, batch_invariant, dilation)[0]
     return y
 
 
@@ -354,10 +377,12 @@ def _gradients_of_part(
     bias: Tensor | None,
     initial_states: Tensor | None,
     activation: str | None,
+    dilation: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     tensors = (dy, dfinal_states, x, weight, bias, initial_states, None, None)
-    return or_none(call(_causal_conv1d_backward, _backward_kernel, tensors, activation, wanted), wanted)
+    grads = call(_causal_conv1d_backward, _backward_kernel, tensors, activation, wanted, dilation)
+    return or_none(grads, wanted)
 
 
 def _expect_name(activation: object) -> None:

@@ -1,6 +1,6 @@
 """Causal conv1d of sequences whose tokens are divided among the ranks of a process group (context parallel).
 
-An output needs the `width - 1` inputs before it (the *reach*). So a rank needs the last inputs of its left neighbour
+An output needs the `(width - 1) * dilation` inputs before it (the *reach*). So a rank needs the last inputs of its left neighbour
 for its first outputs only, and computes all others while these travel. The gradient of an input needs the outputs
 behind it. So in the backward pass the first inputs and output gradients of the right neighbour travel. When they have
 arrived, a rank computes the gradients of its last inputs again. Each sum has the order that it has on one device.
@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The convolution on one device: (x, weight, bias, initial states, activation, batch_invariant) -> y.
+# The convolution on one device: (x, weight, bias, initial states, activation, batch_invariant, dilation) -> y.
 Forward = Callable[..., Tensor]
-# Its gradients: (dy, gradient of the final states, x, weight, bias, initial states, activation, wanted) -> those of x,
-# weight, bias and initial states, where wanted.
+# Its gradients: (dy, gradient of the final states, x, weight, bias, initial states, activation, dilation, wanted) ->
+# those of x, weight, bias and initial states, where wanted.
 Gradients = Callable[..., Sequence[Tensor | None]]
 
 
-def is_divided(cp_group: Any, width: int, initial_states: Tensor | None, **not_taken: object) -> bool:
+def is_divided(cp_group: Any, reach: int, initial_states: Tensor | None, **not_taken: object) -> bool:
     """False if a rank needs nothing of others. An error if the group or an argument beside it cannot be used."""
     if not (dist.is_available() and isinstance(cp_group, dist.ProcessGroup)):
         raise TypeError(f"`cp_group` is {cp_group!r}, expected a torch.distributed.ProcessGroup with this process")
@@ -32,7 +32,7 @@ def is_divided(cp_group: Any, width: int, initial_states: Tensor | None, **not_t
             raise ValueError(f"`{name}` is given, expected None with `cp_group`")
     if rank > 0 and initial_states is not None:
         raise ValueError(f"`initial_states` is given on rank {rank} of `cp_group`, expected on rank 0 only")
-    return width > 1 and dist.get_world_size(cp_group) > 1
+    return reach > 0 and dist.get_world_size(cp_group) > 1
 
 
 class Divided(torch.autograd.Function):
@@ -48,17 +48,18 @@ class Divided(torch.autograd.Function):
         before: Tensor | None,
         activation: str | None,
         batch_invariant: bool,
+        dilation: int,
         group: "dist.ProcessGroup",
         forward: Forward,
         gradients: Gradients,
     ) -> tuple[Tensor, Tensor]:
         def run(x: Tensor, states: Tensor | None) -> Tensor:
-            return forward(x, weight, bias, states, activation, batch_invariant)
+            return forward(x, weight, bias, states, activation, batch_invariant, dilation)
 
         # No tokens: this checks the arguments before anything is sent.
         run(x[:, :, :0], before)
         left, right = _neighbours(group)
-        length, reach = x.shape[2], weight.shape[-1] - 1
+        length, reach = x.shape[2], (weight.shape[-1] - 1) * dilation
         if left is not None:
             before = _message(x, x.shape[1], reach)
         if length >= reach:
@@ -75,7 +76,7 @@ class Divided(torch.autograd.Function):
             works = _start(group, (after, right), (None, None))
             y = run(x, before)
             _wait(works)
-        ctx.group, ctx.gradients, ctx.activation = group, gradients, activation
+        ctx.group, ctx.gradients, ctx.activation, ctx.dilation = group, gradients, activation, dilation
         ctx.save_for_backward(x, weight, bias, before)
         ctx.set_materialize_grads(False)
         return y, after
@@ -85,11 +86,12 @@ class Divided(torch.autograd.Function):
         x, weight, bias, before = ctx.saved_tensors
 
         def run(dy: Tensor, dafter: Tensor | None, x: Tensor, states: Tensor | None, wanted: Sequence[bool]) -> Any:
-            return ctx.gradients(dy, dafter, x, weight, bias, states, ctx.activation, wanted)
+            options = (ctx.activation, ctx.dilation)
+            return ctx.gradients(dy, dafter, x, weight, bias, states, *options, wanted)
 
         wanted = ctx.needs_input_grad[:4]
         left, right = _neighbours(ctx.group)
-        channels, length, reach = x.shape[1], x.shape[2], weight.shape[-1] - 1
+        channels, length, reach = x.shape[1], x.shape[2], (weight.shape[-1] - 1) * ctx.dilation
         if dy is None:
             dy = x.new_zeros(x.shape[0], weight.shape[0], length)
         # What travels: x and dy of the tokens behind a rank's own, and the gradient that its last inputs get as states
@@ -111,7 +113,7 @@ class Divided(torch.autograd.Function):
         of_all = run(dy, dafter if right is None else None, x, before, wanted)
         _wait(works)
         if right is None:
-            return *of_all, *[None] * 5
+            return *of_all, *[None] * 6
 
         if length >= reach and dafter is not None:
             dafter_behind += dafter
@@ -129,7 +131,7 @@ class Divided(torch.autograd.Function):
         if dstates is not None:
             dbefore = dstates
             dbefore[:, :, length:] += dafter_behind[:, :, : reach - length]
-        return dx, dweight, dbias, dbefore, *[None] * 5
+        return dx, dweight, dbias, dbefore, *[None] * 6
 
 
 def _neighbours(group: "dist.ProcessGroup") -> tuple[int | None, int | None]:

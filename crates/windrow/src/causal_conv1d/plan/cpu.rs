@@ -228,6 +228,7 @@ impl Cpu {
             states: args.initial_states.as_ref().map(Operand::input),
             sequences,
             history: self.problem.history(),
+            dilation: self.problem.dilation,
         };
         Inputs { tokens, parameters: Parameters { weight: args.weight, bias: args.bias } }
     }

@@ -7,9 +7,8 @@ use crate::{Result, TensorRef, Workspace};
 
 impl CausalConv1dPlan {
     /// Computes the gradients in `grads` from `dy` [b, d_out, l], the gradient of y; if the outputs are split, of all
-    /// their channels in one tensor. If the loss depends on the final
-    /// states, give their gradient as `dfinal_states` [b or sequences, d, width-1]. Both have x's type and may have any
-    /// strides. The sums before the activation are computed again from `args`, so `y` is not needed.
+    /// their channels in one tensor. If the loss depends on the final states, give their gradient as `dfinal_states`,
+    /// of their shape. Both have x's type and may have any strides. The sums before the activation are computed again from `args`, so `y` is not needed.
     ///
     /// # Errors
     /// As [`CausalConv1dPlan::run`].

@@ -1,5 +1,6 @@
 //! Kernels against the oracle.
 
+mod dilation;
 mod errors;
 mod extremes;
 mod invariance;
@@ -75,6 +76,7 @@ prop_compose! {
         [f32_weight, f32_bias, bias, initial, last, wide] in any::<[bool; 6]>(),
         packing in 0usize..4,
         sequences in 1usize..9,
+        dilation in prop_oneof![2 => Just(1), 1 => 2usize..6, 1 => Just(90)],
     ) -> CausalConv1dSpec {
         let b = if packing == 2 { 1 } else { b };
         let weight = match d_out {
@@ -86,7 +88,10 @@ prop_compose! {
         let parameter = |f32| if f32 { DType::F32 } else { dtype };
         let x = x.of(dtype, [b, d, l]);
         let weight = TensorDesc { dtype: parameter(f32_weight), layout: weight };
-        let mut spec = CausalConv1dSpec::new(x, weight).unwrap().with_activation(activation);
+        let mut spec = CausalConv1dSpec::new(x, weight)
+            .unwrap()
+            .with_activation(activation)
+            .with_dilation(dilation);
         if bias {
             spec.bias = Some(TensorDesc::contiguous(parameter(f32_bias), &[d_out]).unwrap());
         }

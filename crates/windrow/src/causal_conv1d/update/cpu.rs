@@ -128,7 +128,8 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
     fn run<S: Simd>(self, s: S) {
         let Task { plan, operands, channels, scratch } = &self;
         let problem = &plan.problem;
-        let sum = Sum { width: problem.width, activation: plan.activation, stream: false };
+        let sum =
+            Sum { width: problem.width, dilation: 1, activation: plan.activation, stream: false };
         let (history, l) = (problem.history(), problem.l);
         // SAFETY: the scratch memory holds the parameters and two tiles; operands have the tokens.
         unsafe {

@@ -5,7 +5,9 @@
 //! the number of threads.
 
 use super::super::shared::operand::Staged;
-use super::super::shared::{GROUP, Gradients, Inputs, Operand, Parameters, Tile, Tokens, write};
+use super::super::shared::{
+    GROUP, Gradients, Inputs, Operand, Parameters, Tile, Tokens, each, spread, write,
+};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::{Run, Source};
 use crate::cpu::math::activate_grad;
@@ -17,6 +19,17 @@ use std::ops::Range;
 const TILE: usize = 64;
 /// Taps whose weight gradients are summed at once.
 const TAPS: usize = 4;
+
+/// The largest number of tokens of a task.
+fn most_tokens(problem: &Problem) -> usize {
+    problem.width.saturating_mul(8).saturating_mul(problem.dilation).max(1024)
+}
+
+/// The largest number of additions, one after the other, that sum a task's tokens: of a tile, then of the tiles.
+pub(crate) fn most_additions(problem: &Problem) -> usize {
+    let (tokens, phases) = (most_tokens(problem), problem.dilation);
+    TILE + phases.min(tokens).saturating_mul(tokens.div_ceil(phases).div_ceil(TILE))
+}
 
 /// The division of a convolution's gradients into tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +47,7 @@ pub(crate) struct Backward {
 impl Backward {
     pub(crate) fn new(problem: Problem, activation: Activation, threads: usize) -> Result<Self> {
         let Problem { b, d, l, width, .. } = problem;
-        let tokens = l.clamp(1, 1024.max(width.saturating_mul(8)));
+        let tokens = l.clamp(1, most_tokens(&problem));
         let groups = d.div_ceil(GROUP);
         let parts = b * l.div_ceil(tokens);
         // Each owns scratch memory. States have a task for each sequence, which may be a token long.
@@ -179,12 +192,14 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let (problem, tokens) = (&self.plan.problem, &self.inputs.tokens);
-        let (history, row_sums) = (problem.history(), (problem.width + 1) * GROUP);
+        let (history, dilation) = (problem.history(), problem.dilation);
+        let row_sums = (problem.width + 1) * GROUP;
         // SAFETY: the scratch memory holds parameters and tiles; outputs have the tokens.
         unsafe {
             let channels = self.lanes.0..self.lanes.0 + self.lanes.1;
             let staged = self.inputs.parameters.stage(s, problem, channels, self.scratch);
-            let tiles = Tiles::new(self.scratch.add((2 * problem.width + 1) * GROUP), history);
+            let scratch = self.scratch.add((2 * problem.width + 1) * GROUP);
+            let tiles = Tiles::new(scratch, problem.width - 1);
             if let Some(partials) = self.partials {
                 partials.write_bytes(0, row_sums);
             }
@@ -203,18 +218,23 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
                         (t as isize, run.end)
                     }
                 };
-                let n = TILE.min(piece_end - t);
-                self.piece(s, &run, (first, n), &staged, &tiles);
-                if let Some((to, row)) = self.to {
-                    tiles.dx.write(to.at(row, self.lanes.0, t), to.strides, n, self.lanes.1);
+                let tokens = (TILE * dilation).min(piece_end - t);
+                for phase in 0..dilation.min(tokens) {
+                    let n = each(tokens - phase, dilation);
+                    self.piece(s, &run, (first + phase as isize, n), &staged, &tiles);
+                    if let Some((to, row)) = self.to {
+                        let (at, strides) =
+                            (to.at(row, self.lanes.0, t + phase), spread(to.strides, dilation));
+                        tiles.dx.write(at, strides, n, self.lanes.1);
+                    }
                 }
-                t += n;
+                t += tokens;
             }
         }
     }
 }
 
-/// The tiles of one thread; rows are positions.
+/// The tiles of one thread; rows are positions, with a dilation those of one phase.
 struct Tiles<T> {
     /// The inputs from width - 1 before the first position to width - 1 after the last.
     x: Tile<T>,
@@ -226,21 +246,21 @@ struct Tiles<T> {
 
 impl<T: SimdElement> Tiles<T> {
     /// # Safety
-    /// `scratch` holds `4 * (TILE + width) + TAPS` rows of f32.
-    unsafe fn new(scratch: *mut f32, history: usize) -> Self {
+    /// `scratch` holds `4 * (TILE + width) + TAPS` rows of f32, and `before` is `width - 1`.
+    unsafe fn new(scratch: *mut f32, before: usize) -> Self {
         // SAFETY: promised by the caller; f32 is the widest type.
         unsafe {
             let x = Tile(scratch);
-            let dy = Tile(x.row(TILE + 2 * history + TAPS));
-            let g = Tile(dy.row(TILE + history));
-            let dx = g.row(TILE + history);
+            let dy = Tile(x.row(TILE + 2 * before + TAPS));
+            let g = Tile(dy.row(TILE + before));
+            let dx = g.row(TILE + before);
             Tiles { x: Tile(x.0.cast()), dy: Tile(dy.0.cast()), g, dx: Tile(dx.cast()) }
         }
     }
 }
 
 impl<T: SimdElement> Task<'_, T> {
-    /// Fills `tiles.dx` with the gradients at positions `first..first + n`, and adds to the partial sums.
+    /// Fills `tiles.dx` with the gradients at `n` positions of a phase from `first` on, and adds to the partial sums.
     #[inline(always)]
     unsafe fn piece<S: Simd>(
         &self,
@@ -251,15 +271,16 @@ impl<T: SimdElement> Task<'_, T> {
         tiles: &Tiles<T>,
     ) {
         let tokens = &self.inputs.tokens;
-        let history = tokens.history;
+        let (history, dilation) = (tokens.history, tokens.dilation);
+        let before = self.plan.problem.width - 1;
         // SAFETY: the tiles have the rows; parameters are those of the group.
         unsafe {
             let start = first - history as isize;
-            tiles.x.load(tokens, (self.b, run), (start, n + 2 * history), self.lanes);
+            tiles.x.load(tokens, (self.b, run), (start, n + 2 * before), self.lanes);
             let dy = Tokens { x: self.gradients.dy, states: None, ..*tokens };
-            tiles.dy.load(&dy, (self.b, run), (first, n + history), self.lanes);
-            for r in 0..n + history {
-                let p = first + r as isize;
+            tiles.dy.load(&dy, (self.b, run), (first, n + before), self.lanes);
+            for r in 0..n + before {
+                let p = first + (r * dilation) as isize;
                 // What later tokens of other sequences, padding and states hold is not this run's.
                 if run.sequence >= 0 && (run.start as isize..run.end as isize).contains(&p)
                     || matches!(tokens.sequences.source(self.b, run, p, history), Source::Token(_))
@@ -274,7 +295,8 @@ impl<T: SimdElement> Task<'_, T> {
             }
             if self.to.is_some() {
                 for r in 0..n {
-                    self.input_gradient(s, run, first + r as isize, r, staged, tiles);
+                    let p = first + (r * dilation) as isize;
+                    self.input_gradient(s, run, p, r, staged, tiles);
                 }
             }
         }
@@ -356,9 +378,10 @@ impl<T: SimdElement> Task<'_, T> {
             // SAFETY: rows r..r + width of g and row r of dx are in the tiles.
             unsafe {
                 let mut dx = s.load(dfinal.as_ptr().add(v));
-                for k in 0..self.plan.problem.width {
+                let width = self.plan.problem.width;
+                for k in 0..width {
                     let tap = s.load(staged.weight.add(k * staged.stride + v));
-                    dx = s.mul_add(tap, s.load(tiles.g.row(r + tokens.history - k).add(v)), dx);
+                    dx = s.mul_add(tap, s.load(tiles.g.row(r + width - 1 - k).add(v)), dx);
                 }
                 T::store(s, tiles.dx.row(r).add(v), dx);
             }

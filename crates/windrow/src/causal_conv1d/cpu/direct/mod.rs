@@ -2,14 +2,15 @@
 //!
 //! If tokens are neighbours in memory, a vector holds tokens of one channel ([`along_tokens`]). If channels are
 //! neighbours, a vector holds channels of one token ([`along_channels`]). This kernel computes several tokens at once,
-//! so that each is loaded only once. Everything else (the first `width - 1` tokens of a sequence, other strides, fewer
-//! elements than a vector) is copied to a [`Tile`], from which [`along_channels`] computes it.
+//! so that each is loaded only once. Everything else (the first tokens of a sequence, other strides, fewer
+//! elements than a vector) is copied to a [`Tile`], from which [`along_channels`] computes it. With a dilation, a tile
+//! holds the tokens of one *phase*: those whose distances are multiples of the dilation.
 
 pub(crate) mod gradients;
 
 use super::shared::kernel::{TOKENS, along_channels, along_tokens};
 use super::shared::store::Sum;
-use super::shared::{GROUP, Inputs, Operand, Outputs, Parameters, Tile};
+use super::shared::{GROUP, Inputs, Operand, Outputs, Parameters, Tile, each, spread};
 use crate::causal_conv1d::sequences::Run;
 use crate::causal_conv1d::split::Split;
 use crate::causal_conv1d::{CausalConv1dSpec, Problem};
@@ -19,7 +20,7 @@ use crate::cpu::{
 use crate::{Activation, Error, Result};
 use std::ops::Range;
 
-/// The number of tokens that pass through a tile at once.
+/// The number of tokens that pass through a tile at once; with a dilation, of each phase.
 const TILE: usize = 32;
 
 /// The dimension along which vectors lie. For `Staged`, elements are first copied to a tile, where vectors lie along
@@ -90,7 +91,7 @@ impl Forward {
         let threads = if total <= 8192 { 1 } else { threads.min(tasks) };
         let scratch = (|| {
             let staged = Parameters::staged_len(problem.width, channels)?.checked_mul(4)?;
-            let rows = problem.history().checked_add(2 * TILE)?;
+            let rows = problem.width.checked_add(2 * TILE - 1)?;
             rows.checked_mul(GROUP * element)?.checked_add(staged)
         })();
         let overflow = || Error::SizeOverflow {
@@ -198,17 +199,21 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
         let problem = &self.plan.problem;
         let sum = Sum {
             width: problem.width,
+            dilation: problem.dilation,
             activation: self.plan.activation,
             stream: self.plan.stream,
         };
-        let history = problem.history();
+        let (history, dilation) = (problem.history(), problem.dilation);
         let Inputs { tokens, parameters } = self.inputs;
         // SAFETY: `Forward::run` promises operands, and scratch memory that holds the parameters and two tiles.
         unsafe {
             let staged = parameters.stage(s, problem, self.channels.clone(), self.scratch.cast());
-            let used = self.plan.scratch - (history + 2 * TILE) * GROUP * size_of::<T>();
+            let rows = problem.width - 1 + 2 * TILE;
+            let used = self.plan.scratch - rows * GROUP * size_of::<T>();
             let x_tile = Tile(self.scratch.add(used / 64 * 64).cast::<T>());
-            let y_tile = Tile(x_tile.row(history + TILE));
+            let y_tile = Tile(x_tile.row(problem.width - 1 + TILE));
+            // Rows of a tile are neighbouring taps apart.
+            let staged_sum = Sum { dilation: 1, ..sum };
             let mut t = self.tokens.start;
             let mut run = Run::EMPTY;
             while t < self.tokens.end {
@@ -227,13 +232,17 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
                 if direction == Direction::Staged {
                     for c in (0..self.channels.len()).step_by(GROUP) {
                         let lanes = GROUP.min(self.channels.len() - c);
-                        let rows = (t as isize - history as isize, history + n);
-                        x_tile.load(tokens, (self.b, &run), rows, (first + c, lanes));
-                        let from = (x_tile.0.cast_const(), GROUP as isize);
-                        let (to, shape) = ((y_tile.0, GROUP as isize), (n, GROUP));
-                        along_channels::<S, T, TOKENS>(s, sum, from, to, shape, &staged.from(c));
-                        let y = self.y.at(self.b, first + c, t);
-                        y_tile.write(y, self.y.strides, n, lanes);
+                        let staged = staged.from(c);
+                        for t in t..end.min(t + dilation) {
+                            let n = each(end - t, dilation);
+                            let rows = (t as isize - history as isize, problem.width - 1 + n);
+                            x_tile.load(tokens, (self.b, &run), rows, (first + c, lanes));
+                            let from = (x_tile.0.cast_const(), GROUP as isize);
+                            let (to, shape) = ((y_tile.0, GROUP as isize), (n, GROUP));
+                            along_channels::<S, T, TOKENS>(s, staged_sum, from, to, shape, &staged);
+                            let y = self.y.at(self.b, first + c, t);
+                            y_tile.write(y, spread(self.y.strides, dilation), n, lanes);
+                        }
                     }
                 } else {
                     let x = tokens.x.at(self.b, first, t - history).cast_const();
@@ -261,6 +270,7 @@ impl<T: SimdElement> Task<'_, T> {
     #[inline(always)]
     fn piece<S: Simd>(&self, t: usize, run: &Run) -> (Direction, usize) {
         let head = (run.start + self.plan.problem.history()).min(run.end);
+        let tile = t + TILE * self.plan.problem.dilation;
         let (end, n) = (run.end, run.end - t);
         let enough = match self.plan.direction {
             Direction::Tokens => n >= S::LANES,
@@ -268,11 +278,11 @@ impl<T: SimdElement> Task<'_, T> {
             Direction::Staged => false,
         };
         if t < head {
-            (Direction::Staged, head.min(t + TILE))
+            (Direction::Staged, head.min(tile))
         } else if enough {
             (self.plan.direction, end)
         } else {
-            (Direction::Staged, end.min(t + TILE))
+            (Direction::Staged, end.min(tile))
         }
     }
 

@@ -3,7 +3,7 @@
 //! With X the im2col matrix [n, width*d] of the tokens, W the weight as a matrix [d_out, width*d] and G the
 //! gradient before the activation [n, d_out] (from `X Wᵀ`, computed again), the weight's gradient is
 //! `Gᵀ X` and that of X is `G W`. Block k of the latter's row for token q belongs to position
-//! `q - (width-1) + k` and to no other, so a position's gradient is the sum of its blocks, gathered
+//! `q - (width-1-k) * dilation` and to no other, so a position's gradient is the sum of its blocks, gathered
 //! rather than scattered.
 //!
 //! Sums over tokens are those of blocks of fixed length, added in order in f64. So the result does not depend on the
@@ -23,16 +23,16 @@ use std::ops::Range;
 /// additions to the weight's gradient, more tokens have larger errors.
 const TOKENS: Range<usize> = 256..4096;
 
-/// The largest number of tokens that a product sums.
-pub(crate) fn most_tokens(width: usize) -> usize {
-    TOKENS.end.max(width)
+/// The largest number of tokens that a product sums, if an output depends on `history` tokens before it.
+pub(crate) fn most_tokens(history: usize) -> usize {
+    TOKENS.end.max(history + 1)
 }
 
 /// The division of a dense convolution's gradients into products.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DenseBackward {
     forward: Im2colGemm,
-    /// Tokens of a block; the products have `width - 1` more.
+    /// Tokens of a block; the products have the history more.
     tokens: usize,
     /// Elements of the weight matrix, of X (and its gradient), of G, of a block's weight gradient, of
     /// the bias, of the product's scratch memory, and of the sums (in f64). Without tokens at most a
@@ -44,7 +44,7 @@ impl DenseBackward {
     /// The gradients of the convolution that `forward` computes.
     pub(crate) fn new(forward: Im2colGemm) -> Result<Self> {
         let Problem { b, d, d_out, l, width, .. } = forward.problem;
-        let (terms, history) = (width * d, width - 1);
+        let (terms, history) = (width * d, forward.problem.history());
         let tokens = (super::BLOCK / terms.max(1)).clamp(TOKENS.start, TOKENS.end);
         let tokens = tokens.max(history).min(l).max(1);
         let sizes = || {
@@ -91,7 +91,7 @@ impl DenseBackward {
         scratch: *mut u8,
     ) {
         let Problem { b, d, d_out, l, width, .. } = self.forward.problem;
-        let (terms, history) = (width * d, width - 1);
+        let (terms, history) = (width * d, self.forward.problem.history());
         let mut next = scratch.cast::<f32>();
         let [weight, x, g, product, bias, scratch, sums] = self.parts.map(|n| {
             let part = next;
@@ -347,24 +347,25 @@ impl<T: SimdElement, F: Fn(usize) -> bool> Kernel for Position<'_, T, F> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Problem { d, l, width, .. } = *self.problem;
-        let (terms, history) = (width * d, width - 1);
+        let Problem { d, l, width, dilation, .. } = *self.problem;
+        let (terms, history) = (width * d, self.problem.history());
         let block = |q: usize| {
-            let k = (self.p + history as isize) as usize - q;
+            let k = ((self.p + history as isize) as usize - q) / dilation;
             self.x.wrapping_add((q - self.first) * terms + k * d)
         };
         // The first token that may depend on the position; its block becomes the sum.
-        let start = self.p.max(self.first as isize) as usize;
-        let end = (self.p + history as isize + 1) as usize;
-        let sum = block(start);
-        // SAFETY: the matrix holds the rows of tokens up to `end`, and at least one row; only this
-        // position touches its blocks.
+        let before = usize::try_from(self.first as isize - self.p).unwrap_or(0);
+        let ahead = before.div_ceil(dilation) * dilation;
+        let start = (self.p + ahead as isize) as usize;
+        let end = ((self.p + history as isize + 1) as usize).min(l);
+        let sum = (start < end).then(|| block(start));
+        // SAFETY: the matrix holds the rows of tokens up to `end`; only this position touches its blocks.
         unsafe {
-            if start >= l || !(self.sees)(start) {
+            if let Some(sum) = sum.filter(|_| !(self.sees)(start)) {
                 sum.write_bytes(0, d);
             }
-            for q in start + 1..end.min(l) {
-                if (self.sees)(q) {
+            for q in (start..end).step_by(dilation).skip(1) {
+                if let Some(sum) = sum.filter(|_| (self.sees)(q)) {
                     let term = block(q);
                     for c in (0..d).step_by(S::LANES) {
                         let n = S::LANES.min(d - c);
@@ -375,7 +376,10 @@ impl<T: SimdElement, F: Fn(usize) -> bool> Kernel for Position<'_, T, F> {
             }
             for c in (0..d).step_by(S::LANES) {
                 let n = S::LANES.min(d - c);
-                let mut dx = s.load_first(sum.add(c), n);
+                let mut dx = match sum {
+                    Some(sum) => s.load_first(sum.add(c), n),
+                    None => s.zero(),
+                };
                 if let Some(dfinal) = self.dfinal {
                     dx = s.add(dx, load_channels(s, dfinal, c, n));
                 }

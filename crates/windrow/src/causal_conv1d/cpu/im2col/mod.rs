@@ -262,7 +262,8 @@ impl<T: SimdElement> Kernel for Gather<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (d, history) = (self.problem.d, self.problem.history());
+        let Problem { d, dilation, .. } = *self.problem;
+        let history = self.problem.history();
         let sequences = &self.tokens.sequences;
         let mut to = self.to;
         let mut run = Run::EMPTY;
@@ -271,7 +272,7 @@ impl<T: SimdElement> Kernel for Gather<'_, T> {
                 run = sequences.run(self.b, t, history, self.range.end);
             }
             for k in 0..self.problem.width {
-                let p = (t + k) as isize - history as isize;
+                let p = (t + k * dilation) as isize - history as isize;
                 let from = match sequences.source(self.b, &run, p, history) {
                     Source::Token(t) => Some((self.tokens.x, self.b, t)),
                     Source::State(row, j) => self.tokens.states.map(|states| (states, row, j)),

@@ -55,10 +55,10 @@ unsafe fn load_parameters<S: Simd, T: SimdElement, const V: usize>(
     }
 }
 
-/// The kernel of a width, or of any: `$kernel<T, W>` or `$kernel<T, W, N>`.
+/// The kernel of a width without dilation, or of any: `$kernel<T, W>` or `$kernel<T, W, N>`.
 macro_rules! of_width {
     ($s:expr, $sum:expr, $kernel:ident<$t:ty $(, $n:ident)?> $fields:tt) => {
-        match $sum.width {
+        match if $sum.dilation > 1 { 0 } else { $sum.width } {
             2 if !S::IS_SMALL => $s.outlined($kernel::<$t, 2 $(, $n)?> $fields),
             3 if !S::IS_SMALL => $s.outlined($kernel::<$t, 3 $(, $n)?> $fields),
             4 if !S::IS_SMALL => $s.outlined($kernel::<$t, 4 $(, $n)?> $fields),
@@ -71,7 +71,7 @@ macro_rules! of_width {
 /// the history of its first token, and the distance of channels.
 ///
 /// # Safety
-/// Of each channel `n + width - 1` elements are readable from `x` on and `n` writable from `y` on.
+/// Of each channel `n + (width - 1) * dilation` elements are readable from `x` on and `n` writable from `y` on.
 #[inline(always)]
 pub(crate) unsafe fn along_tokens<S: Simd, T: SimdElement>(
     s: S,
@@ -171,7 +171,7 @@ unsafe fn along_tokens_by<
 /// vectors and where they lie.
 ///
 /// # Safety
-/// `N * V * LANES + width - 1` elements are readable at `x` and `N * V * LANES` writable at `y`.
+/// `N * V * LANES + (width - 1) * dilation` elements are readable at `x` and `N * V * LANES` writable at `y`.
 #[inline(always)]
 unsafe fn steps<
     S: Simd,
@@ -187,7 +187,7 @@ unsafe fn steps<
     y: *mut T,
     (bias, taps, staged): (S::F32, &[S::F32; W], &Staged),
 ) {
-    let width = if W > 0 { W } else { sum.width };
+    let (width, dilation) = if W > 0 { (W, 1) } else { (sum.width, sum.dilation) };
     let step = V * S::LANES;
     // SAFETY: promised by the caller.
     unsafe {
@@ -198,7 +198,7 @@ unsafe fn steps<
                 None => s.splat(*staged.weight.add(k * staged.stride)),
             };
             for (i, sums) in sums.iter_mut().enumerate() {
-                let x = load::<S, T, V>(s, x.add(i * step + k));
+                let x = load::<S, T, V>(s, x.add(i * step + k * dilation));
                 for (v, sum) in sums.iter_mut().enumerate() {
                     *sum = s.mul_add(tap, x[v], *sum);
                 }
@@ -212,8 +212,8 @@ unsafe fn steps<
 /// token. `N` tokens are computed at once.
 ///
 /// # Safety
-/// `max(n, N) + width - 1` tokens are readable at `x` and `max(n, N)` writable at `y`, `staged` holds
-/// the channels.
+/// `max(n, N) + (width - 1) * dilation` tokens are readable at `x` and `max(n, N)` writable at `y`, `staged` holds the
+/// channels.
 #[inline(always)]
 pub(crate) unsafe fn along_channels<S: Simd, T: SimdElement, const N: usize>(
     s: S,
@@ -274,7 +274,7 @@ unsafe fn along_channels_by<
     (n, channels): (usize, usize),
     staged: &Staged,
 ) {
-    let width = if W > 0 { W } else { sum.width };
+    let (width, dilation) = if W > 0 { (W, 1) } else { (sum.width, sum.dilation) };
     // By value: for all that the compiler knows, a store could change what a reference leads to.
     let staged = *staged;
     let step = V * S::LANES;
@@ -293,7 +293,8 @@ unsafe fn along_channels_by<
                     let taps = staged.weight.add(k * staged.stride + c);
                     let taps = load_parameters::<S, T, V>(s, taps);
                     for (i, sums) in sums.iter_mut().enumerate() {
-                        let x = load::<S, T, V>(s, x.offset((i + k) as isize * x_token).add(c));
+                        let token = (i + k * dilation) as isize * x_token;
+                        let x = load::<S, T, V>(s, x.offset(token).add(c));
                         for (v, sum) in sums.iter_mut().enumerate() {
                             *sum = s.mul_add(taps[v], x[v], *sum);
                         }

@@ -10,7 +10,7 @@ mod tile;
 
 pub(crate) use operand::{Operand, Parameters};
 pub(crate) use outputs::Outputs;
-pub(crate) use tile::{Tile, Tokens};
+pub(crate) use tile::{Tile, Tokens, each, spread};
 
 use crate::dtype::with_element;
 use crate::{Element, TensorMut};

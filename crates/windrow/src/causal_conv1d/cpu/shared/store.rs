@@ -9,6 +9,8 @@ use crate::cpu::{MAX_LANES, Simd, SimdElement, seldom};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sum {
     pub width: usize,
+    /// The distance of neighbouring taps in tokens.
+    pub dilation: usize,
     pub activation: Activation,
     /// Write around the cache.
     pub stream: bool,

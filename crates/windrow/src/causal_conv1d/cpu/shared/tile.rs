@@ -19,8 +19,10 @@ pub(crate) struct Tokens<'a, T> {
     /// Initial states.
     pub states: Option<Operand<T>>,
     pub sequences: Sequences<'a>,
-    /// width - 1
+    /// (width - 1) * dilation
     pub history: usize,
+    /// The distance of neighbouring taps. Rows of a tile are as far apart.
+    pub dilation: usize,
 }
 
 impl<T: SimdElement> Tokens<'_, T> {
@@ -52,6 +54,19 @@ impl<T: SimdElement> Tokens<'_, T> {
     }
 }
 
+/// The number of tokens of `n` if only each `step`th is taken, from the first on.
+#[inline(always)]
+pub(crate) fn each(n: usize, step: usize) -> usize {
+    // A division costs as much as some tokens.
+    if step == 1 { n } else { n.div_ceil(step) }
+}
+
+/// Strides of every `step`th token.
+#[inline(always)]
+pub(crate) fn spread([row, channel, token]: [isize; 3], step: usize) -> [isize; 3] {
+    [row, channel, token.wrapping_mul(step as isize)]
+}
+
 impl<T: SimdElement> Tile<T> {
     /// Row `i` of the tile.
     ///
@@ -63,8 +78,8 @@ impl<T: SimdElement> Tile<T> {
         unsafe { self.0.add(i * GROUP) }
     }
 
-    /// Fills rows with positions `first..first + rows` of batch row `b` as the tokens of `run` read them, channels
-    /// `channel..channel + lanes`. Other lanes become zero.
+    /// Fills `rows` rows with positions of batch row `b` from `first` on, each `tokens.dilation` after the one before, as
+    /// the tokens of `run` read them: channels `channel..channel + lanes`. Other lanes become zero.
     ///
     /// # Safety
     /// The tile has `rows` rows, the channels exist, `lanes` is at most GROUP, and the run is one of
@@ -83,13 +98,17 @@ impl<T: SimdElement> Tile<T> {
                 self.0.write_bytes(0, rows * GROUP);
             }
             // Tokens of the run itself lie in memory as they are.
-            let within = |p: usize| (p as isize - first).clamp(0, rows as isize) as usize;
+            let step = tokens.dilation;
+            let within = |p: usize| match usize::try_from(p as isize - first) {
+                Ok(ahead) => each(ahead, step).min(rows),
+                Err(_) => 0,
+            };
             let (from, to) = match run.sequence {
                 0.. => (within(run.start), within(run.end)),
                 _ => (0, 0),
             };
             for i in (0..from).chain(to.max(from)..rows) {
-                let p = first + i as isize;
+                let p = first + (i * step) as isize;
                 let [x, y] = match tokens.sequences.source(b, run, p, tokens.history) {
                     Source::Token(t) => [Some((tokens.x, b, t)), None],
                     Source::State(row, j) => [None, tokens.states.map(|s| (s, row, j))],
@@ -104,8 +123,8 @@ impl<T: SimdElement> Tile<T> {
                 }
             }
             if from < to {
-                let at = tokens.x.at(b, channel, (first + from as isize) as usize);
-                self.read(at, tokens.x.strides, (from, to - from), lanes);
+                let at = tokens.x.at(b, channel, (first + (from * step) as isize) as usize);
+                self.read(at, spread(tokens.x.strides, step), (from, to - from), lanes);
             }
         }
     }

@@ -46,6 +46,9 @@ impl Form {
         has: impl Fn(Feature) -> bool,
     ) -> Self {
         let Problem { b, d, l, width, .. } = *problem;
+        if problem.dilation > 1 {
+            return Form::Plain;
+        }
         let x = spec.x.strides();
         // True if elements of this dimension are neighbours in all tensors.
         let neighbours = |i: usize| x[i] == 1 && spec.outputs().all(|y| y.strides()[i] == 1);

@@ -201,7 +201,11 @@ mod tests {
                 let cu_seqlens = TensorDesc::contiguous(DType::I64, &[2]).unwrap();
                 let spec = spec.with_initial_states(states).with_final_states(states);
                 push(&spec.clone().with_seq_idx(seq_idx));
-                push(&spec.with_cu_seqlens(cu_seqlens));
+                push(&spec.clone().with_cu_seqlens(cu_seqlens));
+                let states = TensorDesc::contiguous(dtype, &[1, 64, 6]).unwrap();
+                let spec = spec.with_dilation(2).with_initial_states(states);
+                push(&spec.clone().with_final_states(states).with_seq_idx(seq_idx));
+                push(&spec.with_final_states(states));
             }
         }
         for (order, dtype) in

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) KERNEL(const GemmParams g) 
             Sequence s = sequence_at(p, b, t);
             int own = own_number(p, s, t);
             for (i64 k = 0; k < width; k++) {
-                float v = own < 0 ? 0.0f : input_at(p, s, c, t - (width - 1) + k, own);
+                float v = own < 0 ? 0.0f : input_at(p, s, c, t - (width - 1 - k) * dilation_of(p), own);
                 out[k * p.channels] = G::from_float(v);
             }
 #endif

@@ -71,7 +71,7 @@ pub(crate) fn kernel_spec(
     super::shared::kernel_spec(source, name, spec)
         .define("G", type_name(operands))
         .params_as::<GemmParams>("GemmParams", "GEMM_PARAMS_AGREE")
-        .define("SHARED", u8::from((1..=9).contains(&width) && !packed))
+        .define("SHARED", u8::from((1..=9).contains(&width) && !packed && spec.dilation == 1))
         .define("DENSE", u8::from(spec.weight.shape().len() == 3))
 }
 
@@ -306,6 +306,11 @@ mod tests {
                     }
                     let split = spec.clone().with_split(&[1, shape[0] - 1]).unwrap();
                     all.extend(kernels(&split, operand_type(&split)));
+                    let dilated = spec.clone().with_dilation(3);
+                    all.extend(kernels(&dilated, operand_type(&dilated)));
+                    if shape.len() == 3 {
+                        all.extend(gradients::all_kernels(&dilated));
+                    }
                     let seq_idx = TensorDesc::contiguous(DType::I32, &[2, 100]).unwrap();
                     let spec = spec.with_seq_idx(seq_idx).with_activation(Activation::Silu);
                     all.extend(kernels(&spec, operand_type(&spec)));

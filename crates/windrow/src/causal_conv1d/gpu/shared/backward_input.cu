@@ -3,8 +3,9 @@
 // STATES   dinitial_states instead of dx
 // DENSE    of a dense convolution: A holds G W, see im2col.cuh, with the share of each tap's input
 //
-// dx[t] = sum_j w[width - 1 - j] dpre[t + j] and what final states hand back, where dpre is dy times the derivative of
-// the activation, computed for each term: this is the kernel for all cases that the others do not compute.
+// dx[t] = sum_j w[width - 1 - j] dpre[t + j * dilation] and what final states hand back, where dpre is dy times the
+// derivative of the activation, computed for each term: this is the kernel for all cases that the others do not
+// compute.
 #if DENSE
 #include "im2col.cuh"
 
@@ -31,14 +32,15 @@ __device__ __forceinline__ float add_term(const Arguments &p, const Sequence &s,
 }
 #endif
 
-// The terms of positions from..to of a sequence for an input that lies `lead` taps before `from`.
+// The terms of positions from..to of a sequence for an input that lies `lead` positions before `from`.
 __device__ __forceinline__ float terms(const Arguments &g, const Sequence &s, i64 d, i64 from, i64 to,
                                        i64 lead, int own) {
     const Params &p = base(g);
     float sum = 0.0f;
-    for (i64 t = from; t < to; t++) {
+    i64 dilation = dilation_of(p), taps = (lead + dilation - 1) / dilation;
+    for (i64 t = from + taps * dilation - lead; t < to; t += dilation, taps++) {
         if (p.seq_idx && seq_idx_at(p, s.row, t) != own) continue;
-        sum = add_term(g, s, d, width_of(p) - 1 - lead - (t - from), t, own, sum);
+        sum = add_term(g, s, d, width_of(p) - 1 - taps, t, own, sum);
     }
     return sum;
 }
@@ -47,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Arguments g) {
     wait_for_previous();
     const Params &p = base(g);
     report_boundaries(p);
-    i64 history = width_of(p) - 1;
+    i64 history = history_of(p);
 #if STATES
     i64 d = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (d >= p.channels) return;

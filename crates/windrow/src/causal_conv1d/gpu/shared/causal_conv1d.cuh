@@ -1,6 +1,7 @@
 // The common part of causal conv1d's kernels: parameters, and one output computed in plain steps.
 //
 // INDEX    element type of cu_seqlens: int or i64, if there is one
+// DILATED  taps are p.dilation tokens apart, not one
 // ALONG_CHANNELS   the dimension that neighbouring threads follow is d instead of l
 #pragma once
 #include "parameters.cuh"
@@ -21,7 +22,7 @@ struct Params {
     // Partial sums of the gradients of weight and bias: [parts, channels, width + 1].
     float *partial;
     WrongIndex *wrong;
-    i64 batch, channels, length, width, sequences;
+    i64 batch, channels, length, width, dilation, sequences;
     // Strides in elements; [b, d, l] and [sequence, d, width - 1].
     i64 x_stride[3], y_stride[3], weight_stride[2], bias_stride, seq_idx_stride[2];
     i64 cu_stride, initial_stride[3], final_stride[3];
@@ -35,6 +36,11 @@ struct Params {
 static_assert(PARAMS_AGREE, "as the host's structure");
 
 __device__ __forceinline__ i64 width_of(const Params &p) { return WIDTH ? WIDTH : p.width; }
+
+__device__ __forceinline__ i64 dilation_of(const Params &p) { return DILATED ? p.dilation : 1; }
+
+// The number of positions before a sequence on which its first outputs depend.
+__device__ __forceinline__ i64 history_of(const Params &p) { return (width_of(p) - 1) * dilation_of(p); }
 
 __device__ __forceinline__ float finish(float sum) {
     return activate<ACT, true>(sum);
@@ -102,7 +108,7 @@ __device__ __forceinline__ int seq_idx_at(const Params &p, i64 row, i64 t) {
     return p.seq_idx[row * p.seq_idx_stride[0] + t * p.seq_idx_stride[1]];
 }
 
-// Bit j - 1: the input j positions back belongs to the same sequence. Bit 15: padding, gives 0.
+// Bit j - 1: the input j positions back belongs to the same sequence. Bit 15: padding, gives 0. Without dilation.
 __device__ __forceinline__ unsigned mask_word(const Params &p, i64 row, i64 t) {
     i64 start = sequence_at(p, row, t).start;
     int own = p.seq_idx ? seq_idx_at(p, row, t) : 0;
@@ -128,7 +134,7 @@ __device__ __forceinline__ float input_at(const Params &p, const Sequence &s, i6
     }
     // The state belongs to the sequence of the first token.
     if (!p.initial_states || (numbered && seq_idx_at(p, s.row, s.start) != own)) return 0.0f;
-    i64 k = width_of(p) - 1 + (t - s.start);
+    i64 k = history_of(p) + (t - s.start);
     return T::to_float(p.initial_states[s.index * p.initial_stride[0] + d * p.initial_stride[1] +
                                         k * p.initial_stride[2]]);
 }
@@ -143,10 +149,10 @@ __device__ __forceinline__ float final_gradient(const Params &p, const Sequence 
 // Sum and bias of y[row, d, t], with every option.
 __device__ __forceinline__ float before_activation(const Params &p, const Sequence &s, i64 d, i64 t,
                                                    int own) {
-    i64 first = t - (width_of(p) - 1);
+    i64 first = t - history_of(p), dilation = dilation_of(p);
     return sum_taps<WIDTH>(
         bias_at(p, d), p.width, [&](i64 k) { return weight_at(p, d, k); },
-        [&](i64 k) { return input_at(p, s, d, first + k, own); });
+        [&](i64 k) { return input_at(p, s, d, first + k * dilation, own); });
 }
 
 // dy times the derivative of the activation, with every option.

@@ -76,6 +76,7 @@ params! {
         pub(crate) channels: usize,
         pub(crate) length: usize,
         pub(crate) width: usize,
+        pub(crate) dilation: usize,
         pub(crate) sequences: usize,
         pub(crate) x_stride: [isize; 3],
         pub(crate) y_stride: [isize; 3],
@@ -119,6 +120,7 @@ impl Params {
             channels: problem.d,
             length: problem.l,
             width: problem.width,
+            dilation: problem.dilation,
             sequences: states_shape[0],
             x_stride: strides(Some(&spec.x)),
             y_stride: strides(Some(&spec.y)),
@@ -241,6 +243,7 @@ pub(crate) fn kernel_spec(
         spec.activation,
     )
     .define("ALONG_CHANNELS", u8::from(along_channels(spec.y.strides())))
+    .define("DILATED", u8::from(spec.dilation > 1))
     .params::<Params>()
     .overlapped(spec.x.bytes() <= SMALL);
     let kernel = define_outputs(kernel, spec.outputs().count());

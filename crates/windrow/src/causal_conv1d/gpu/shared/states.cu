@@ -1,15 +1,15 @@
 // The ends of every sequence: outputs that depend on the initial state, and the final state. One thread per channel of
 // a sequence.
 //
-// INITIAL   recompute the first width - 1 outputs with the initial state
-// FINAL     write the final state: the last width - 1 inputs, with the initial state before them
+// INITIAL   recompute the outputs of the history with the initial state
+// FINAL     write the final state: the last inputs, with the initial state before them
 #include "causal_conv1d.cuh"
 
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
     wait_for_previous();
     i64 d = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (d >= p.channels) return;
-    i64 history = width_of(p) - 1;
+    i64 history = history_of(p);
     for (i64 index = blockIdx.y; index < p.sequences; index += gridDim.y) {
         Sequence s = sequence_of_index(p, index);
         if (INITIAL) {

@@ -279,7 +279,12 @@ impl<T: SimdElement> Task<'_, T> {
             return 0;
         }
         let stream = plan.stream && !operands.in_place;
-        let sum = Sum { width: plan.sizes.problem.width, activation: plan.activation, stream };
+        let sum = Sum {
+            width: plan.sizes.problem.width,
+            dilation: 1,
+            activation: plan.activation,
+            stream,
+        };
         let block = |state, column| Block::of(conv_states, state, channel, column);
         let window = block(states.read, column);
         let token = |entry: &Entry| x.at(entry.row, channel, entry.start).cast_const();
@@ -305,7 +310,7 @@ impl<T: SimdElement> Task<'_, T> {
         let problem = &plan.sizes.problem;
         let history = problem.history();
         let stream = plan.stream && !operands.in_place;
-        let sum = Sum { width: problem.width, activation: plan.activation, stream };
+        let sum = Sum { width: problem.width, dilation: 1, activation: plan.activation, stream };
         let state = |state: usize, column: usize| Block::of(conv_states, state, channel, column);
         let has_drafts = operands.lookup.has_drafts();
         // SAFETY: tokens, states and their columns exist; the tile has its rows of LANES.

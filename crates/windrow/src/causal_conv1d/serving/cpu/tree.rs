@@ -24,7 +24,12 @@ impl<T: SimdElement> Task<'_, T> {
         let Operands { x, conv_states, windows, parents, .. } = operands;
         let problem = &plan.sizes.problem;
         let history = problem.history();
-        let sum = Sum { width: problem.width, activation: plan.activation, stream: plan.stream };
+        let sum = Sum {
+            width: problem.width,
+            dilation: 1,
+            activation: plan.activation,
+            stream: plan.stream,
+        };
         let parents = &parents[entry.tokens_of_x(problem.l)];
         let window = |i: usize| Block::rows(tile, i);
         let line = tile.wrapping_add(history * LANES);

@@ -9,7 +9,7 @@
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
     wait_for_previous();
     report_boundaries(p);
-    i64 width = width_of(p);
+    i64 width = width_of(p), dilation = dilation_of(p);
     unsigned groups = TAPS == 1 ? (unsigned)width + 1 : 1;
     i64 d = ALONG_CHANNELS ? (i64)blockIdx.x * blockDim.x + threadIdx.x : (i64)blockIdx.x;
     i64 step = ALONG_CHANNELS ? 1 : blockDim.x, begin = ALONG_CHANNELS ? 0 : threadIdx.x;
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
 #pragma unroll
             for (int k = 0; k < TAPS; k++) {
                 i64 tap = first + k;
-                float in = tap == width ? 1.0f : input_at(p, s, d, t - (width - 1 - tap), own);
+                float in = tap == width ? 1.0f : input_at(p, s, d, t - (width - 1 - tap) * dilation, own);
                 sum[k] = fmaf(g, in, sum[k]);
             }
         }

@@ -50,6 +50,9 @@ pub(super) enum Form {
 impl Form {
     /// The form that the strides and addresses in `params` allow.
     fn of(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> Self {
+        if spec.dilation > 1 {
+            return Form::Plain;
+        }
         if gpu.has(Feature::BulkCopies)
             && let Some(rows) = rows::rows(gpu, spec, params)
         {
