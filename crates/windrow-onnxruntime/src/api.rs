@@ -98,6 +98,7 @@ functions! {
     86 get_attribute_int(info: *const KernelInfo, name: *const c_char, out: *mut i64);
     87 get_attribute_string(info: *const KernelInfo, name: *const c_char, out: *mut c_char, size: *mut usize);
     88 get_input_count(context: *const KernelContext, out: *mut usize);
+    89 get_output_count(context: *const KernelContext, out: *mut usize);
     90 get_input(context: *const KernelContext, index: usize, out: *mut *const Value);
     91 get_output(
         context: *mut KernelContext, index: usize, dims: *const i64, rank: usize, out: *mut *mut Value

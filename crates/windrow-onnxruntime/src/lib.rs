@@ -2,8 +2,9 @@
 //!
 //! A session loads this library, or the extension of the Python package, which is the same in this respect
 //! (`SessionOptions.register_custom_ops_library`). From then on nodes of the domain `ai.windrow` are computed here:
-//! `Conv`, `Gelu` and `CausalConvWithState`. Each has the inputs, outputs and attributes of ONNX's operator of its name;
-//! `Conv` and `CausalConvWithState` have an attribute `activation`, which is one of Windrow's names.
+//! `Conv`, `Gelu`, `CausalConvWithState` and `VarlenCausalConvWithState`. Each has the inputs, outputs and attributes of
+//! the operator of its name of ONNX, the last of ONNX Runtime (domain `com.microsoft`, which has no kernel for the CPU).
+//! The convolutions have an attribute `activation`, which is one of Windrow's names.
 
 mod api;
 mod causal_conv;
@@ -12,6 +13,7 @@ mod gelu;
 mod operator;
 mod plans;
 mod tensors;
+mod varlen_causal_conv;
 
 use api::{Api, ApiBase, CustomOpDomain, SessionOptions, Status, VERSION};
 use operator::{CustomOp, custom_ops};
@@ -28,6 +30,7 @@ const REGISTERED: &CStr = c"ai.windrow.registered";
 static GELU: [CustomOp; 3] = custom_ops::<gelu::Gelu>();
 static CONV: [CustomOp; 3] = custom_ops::<conv::Conv>();
 static CAUSAL_CONV: [CustomOp; 3] = custom_ops::<causal_conv::CausalConvWithState>();
+static VARLEN: [CustomOp; 3] = custom_ops::<varlen_causal_conv::VarlenCausalConvWithState>();
 
 /// The function that ONNX Runtime calls when a session's options name this library.
 ///
@@ -69,7 +72,7 @@ unsafe fn register(api: &Api, options: *mut SessionOptions) -> Result<(), *mut S
     // nobody says when the last of them has ended.
     unsafe {
         api.create_custom_op_domain(DOMAIN.as_ptr(), &mut domain)?;
-        for op in GELU.iter().chain(&CONV).chain(&CAUSAL_CONV) {
+        for op in GELU.iter().chain(&CONV).chain(&CAUSAL_CONV).chain(&VARLEN) {
             api.custom_op_domain_add(domain, op)?;
         }
         api.add_custom_op_domain(options, domain)?;

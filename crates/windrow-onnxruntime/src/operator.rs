@@ -12,7 +12,11 @@ pub(crate) trait Kernel: Sized + Send + Sync + 'static {
     const NAME: &'static CStr;
     /// For each input, whether a node must have it.
     const INPUTS: &'static [bool];
+    /// The inputs of i32. All others, and the outputs, are of the element type of the operator's form.
+    const INDICES: &'static [usize] = &[];
     const OUTPUTS: usize;
+    /// The outputs that a node need not have: the last ones.
+    const OPTIONAL_OUTPUTS: usize = 0;
 
     /// Reads a node's attributes.
     fn new(attributes: &Attributes<'_>) -> Outcome<Self>;
@@ -53,6 +57,8 @@ impl From<windrow::Error> for Failure {
 
 /// The element types of operators, as `ONNXTensorElementDataType` numbers them: f32, f16, bf16.
 const ELEMENTS: [c_int; 3] = [1, 10, 16];
+/// The element type of indices: i32.
+const INDEX: c_int = 6;
 
 /// `OrtCustomOp`, and the element type of this one of an operator's forms.
 #[repr(C)]
@@ -101,14 +107,14 @@ const fn custom_op<K: Kernel>(element: c_int) -> CustomOp {
         create_kernel: None,
         get_name: name::<K>,
         get_execution_provider_type: on_the_cpu,
-        get_input_type: element_type,
+        get_input_type: input_type::<K>,
         get_input_type_count: inputs::<K>,
         get_output_type: element_type,
         get_output_type_count: outputs::<K>,
         kernel_compute: None,
         kernel_destroy: destroy::<K>,
         get_input_characteristic: is_optional::<K>,
-        get_output_characteristic: is_required,
+        get_output_characteristic: is_optional_output::<K>,
         get_input_memory_type: of_the_device,
         get_variadic_input_min_arity: one,
         get_variadic_input_homogeneity: one,
@@ -134,6 +140,14 @@ unsafe extern "C" fn on_the_cpu(_: *const CustomOp) -> *const c_char {
     null()
 }
 
+unsafe extern "C" fn input_type<K: Kernel>(op: *const CustomOp, index: usize) -> c_int {
+    match K::INDICES.contains(&index) {
+        true => INDEX,
+        // SAFETY: ONNX Runtime gives what was registered.
+        false => unsafe { element_type(op, index) },
+    }
+}
+
 unsafe extern "C" fn element_type(op: *const CustomOp, _: usize) -> c_int {
     // SAFETY: ONNX Runtime gives what was registered.
     unsafe { (*op).element }
@@ -151,8 +165,8 @@ unsafe extern "C" fn is_optional<K: Kernel>(_: *const CustomOp, index: usize) ->
     (K::INPUTS.get(index) == Some(&false)).into()
 }
 
-unsafe extern "C" fn is_required(_: *const CustomOp, _: usize) -> c_int {
-    0
+unsafe extern "C" fn is_optional_output<K: Kernel>(_: *const CustomOp, index: usize) -> c_int {
+    (index >= K::OUTPUTS - K::OPTIONAL_OUTPUTS).into()
 }
 
 /// `OrtMemTypeDefault`.

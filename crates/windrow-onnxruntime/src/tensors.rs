@@ -146,6 +146,14 @@ impl<'a> Tensors<'a> {
         }
     }
 
+    /// Whether the node has as many outputs that output `index` may be one of them.
+    pub(crate) fn has_output(&self, index: usize) -> Outcome<bool> {
+        let mut count = 0;
+        // SAFETY: the run's context, and room for the number.
+        unsafe { self.api.get_output_count(self.context, &mut count)? };
+        Ok(index < count)
+    }
+
     /// Memory for an output of this shape, seen as `desc`: as many elements, dense.
     pub(crate) fn output(
         &self,
@@ -197,6 +205,7 @@ impl<'a> Tensors<'a> {
         let shape: Vec<usize> = dims.iter().map(|&n| n as usize).collect();
         let dtype = match element {
             1 => DType::F32,
+            6 => DType::I32,
             10 => DType::F16,
             16 => DType::BF16,
             other => return Err(invalid(format!("tensors of ONNX's element type {other}"))),

@@ -11,8 +11,9 @@ A model of more than 2 GiB cannot be one file: call `onnx.save(model, path, save
 session from `path`.
 
 Nodes of the domain `ai.windrow` have the inputs, outputs and attributes of ONNX's operators with the same names:
-`Conv` (images and rows), `Gelu` and `CausalConvWithState`, in f32, f16 and bf16. `Conv` and `CausalConvWithState` have
-an attribute `activation`: "none", "relu", "relu6", "silu", "gelu" or "gelu_tanh".
+`Conv` (images and rows), `Gelu` and `CausalConvWithState`, in f32, f16 and bf16. `VarlenCausalConvWithState` is the
+operator of ONNX Runtime's domain `com.microsoft`, which has no kernel for the CPU there. The convolutions have an
+attribute `activation`: "none", "relu", "relu6", "silu", "gelu" or "gelu_tanh".
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 
 DOMAIN = "ai.windrow"
-OPERATORS = ("CausalConvWithState", "Conv", "Gelu")
+OPERATORS = ("CausalConvWithState", "Conv", "Gelu", "VarlenCausalConvWithState")
+_VARLEN = "VarlenCausalConvWithState"
+# Its inputs of i32: boundaries, and numbers of tokens.
+_VARLEN_INDICES = (2, 5)
 
 
 def library() -> str:
@@ -107,9 +111,11 @@ def _convert(graph: GraphProto, types: dict[str, TypeProto], operators: Collecti
     """Moves nodes to Windrow's domain and returns their number."""
     count = 0
     for node in graph.node:
-        if node.domain not in ("", "ai.onnx") or node.op_type not in operators:
+        is_varlen = node.op_type == _VARLEN
+        if node.domain not in (("com.microsoft",) if is_varlen else ("", "ai.onnx")) or node.op_type not in operators:
             continue
-        if not all(_is_computed(types.get(name)) for name in node.input if name):
+        floats = [name for i, name in enumerate(node.input) if name and not (is_varlen and i in _VARLEN_INDICES)]
+        if not all(_is_computed(types.get(name)) for name in floats):
             continue
         if node.op_type == "Conv" and _rank(types[node.input[1]]) not in (3, 4):
             continue
