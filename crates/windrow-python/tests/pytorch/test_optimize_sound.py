@@ -238,6 +238,12 @@ def test_more_than_operators(function):
     # What is in it is compiled, under its name.
     assert not {"the model", "check"} & {*fast.windrow_report.fused} and "a" in fast.windrow_report.fused
     is_seen = function not in (keeps_an_image, keeps_a_list, counts)
+    # The report of the first model: PyTorch up to 2.11 breaks the graph at `setdefault`, and the code behind the break that
+    # is left uncompiled for one model it leaves for all, without asking again.
+    torch._dynamo.reset()
+    fast = optimize(Net(function).eval())
+    with torch.no_grad():
+        fast(image())
     assert is_seen == (not any(name.endswith(", state") for name in fast.windrow_report.left))
 
 

@@ -23,7 +23,7 @@ from windrow.torch.backend._memory import Memory
 from windrow.torch.backend._modules import to_modules
 from windrow.torch.backend._norms import norms_to_convolutions
 from windrow.torch.backend._options import Options
-from windrow.torch.backend._others import others_to_windrows
+from windrow.torch.backend._others import others_to_windrows, read_without_copies
 from windrow.torch.backend._padding import fold_padding
 from windrow.torch.backend._report import name_of
 from windrow.torch.backend._upsampling import whole_upsampling
@@ -100,6 +100,7 @@ class _Frozen:
         self.module, self.ran, graph = module, options.ran, module.graph
         before = [node for node in graph.nodes if node.op == "placeholder"]
         self.check = check = Check.of(module, static, options, decompositions is not None)
+        read_without_copies(graph)
         fold_padding(graph)
         to_channels_last(module, decompositions is None, is_batch_invariant(options.accuracy))
         self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)

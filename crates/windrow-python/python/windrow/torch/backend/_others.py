@@ -22,7 +22,7 @@ def others_to_windrows(graph: fx.Graph, report: Report | None) -> None:
     in_last = {node for node in norms if pays_in_channels_last(value(_uncopied(node.args[0])), node.args[-2])}
     if in_last and not keep_results(graph):
         in_last.clear()
-    _read_without_copies(graph, in_last)
+    _read_any_layout(graph, in_last)
     for node in [*graph.nodes]:
         if node.target is _aten.gelu.default:
             if value(node).dtype in TYPES and value(node).device.type in ("cpu", "cuda"):
@@ -42,16 +42,22 @@ def others_to_windrows(graph: fx.Graph, report: Report | None) -> None:
                 report.fused(name_of(node), "group_norm")
 
 
-def _read_without_copies(graph: fx.Graph, norms: set[fx.Node]) -> None:
-    """Lets operators read what is copied for nothing, as by dropout in inference up to PyTorch 2.11. If there are
-    normalisations in channels-last, these and Windrow's convolutions read images of any layout."""
+def read_without_copies(graph: fx.Graph) -> None:
+    """Lets operators read what is copied for nothing, as by dropout in inference up to PyTorch 2.11."""
     for node in graph.nodes:
-        takes_any = node in norms or (bool(norms) and node.target is CONV2D_FUSED)
-        for read in node.all_input_nodes if takes_any or _is_new(node) else ():
-            copied = _uncopied(read)
-            is_alike = read.target is _aten.clone.default and value(copied).stride() == value(read).stride()
-            if takes_any or (is_alike and "memory_format" not in read.kwargs):
-                node.replace_input_with(read, copied)
+        for read in node.all_input_nodes if _is_new(node) else ():
+            if read.target is _aten.clone.default and "memory_format" not in read.kwargs:
+                copied = read.args[0]
+                if value(copied).stride() == value(read).stride():
+                    node.replace_input_with(read, copied)
+    graph.eliminate_dead_code()
+
+
+def _read_any_layout(graph: fx.Graph, norms: set[fx.Node]) -> None:
+    """If there are normalisations in channels-last, lets these and Windrow's convolutions read images of any layout."""
+    for node in graph.nodes if norms else ():
+        for read in node.all_input_nodes if node in norms or node.target is CONV2D_FUSED else ():
+            node.replace_input_with(read, _uncopied(read))
     graph.eliminate_dead_code()
 
 
