@@ -1,6 +1,6 @@
 """Causal conv1d of one sequence whose tokens are divided among GPUs, beside one GPU with the whole sequence.
 
-    torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--record DIRECTORY]
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--eager] [--record DIRECTORY]
 
 x is [1, channels, tokens] of bf16, channels-last; width 4, SiLU, a bias. Contestants take turns:
 
@@ -11,8 +11,8 @@ x is [1, channels, tokens] of bf16, channels-last; width 4, SiLU, a bias. Contes
   gradient of the states travels behind it.
 
 Times are medians of samples, each of the slowest GPU: `graph` from replays of CUDA graphs, `eager` from calls in a
-queue. The bits of y and dx of `parts` are compared with those of `whole`. With --record the figures are written as
-context_parallel.json and .md.
+queue (with --eager only these). The bits of y and dx of `parts` are compared with those of `whole`. With --record the
+figures are written as context_parallel.json and .md.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def sample(call, calls):
 
 
 def captured(call):
-    """The call as a CUDA graph, or as it is where it cannot be captured."""
+    """The call as a CUDA graph."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -110,7 +110,8 @@ def captured(call):
             call()
     torch.cuda.synchronize()
     dist.barrier()
-    with torch.cuda.graph(graph, stream=stream):
+    # Threads of NCCL's group ask for events meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         kept = call()
     return lambda: (graph.replay(), kept)
 
@@ -126,7 +127,7 @@ def medians(calls, repeated):
     return {who: statistics.median(t) for who, t in times.items()}
 
 
-def measure(tokens, channels):
+def measure(tokens, channels, in_graphs):
     like = {"dtype": torch.bfloat16, "device": "cuda"}
     torch.manual_seed(0)
     x, dy = (torch.randn(1, tokens, channels, **like).transpose(1, 2) for _ in range(2))
@@ -143,7 +144,8 @@ def measure(tokens, channels):
         with torch.set_grad_enabled(kind != "forward"):
             row = {"kind": kind, "tokens": tokens, "channels": channels, "bits": "equal" if is_equal else "DIFFER"}
             row["eager_ms"] = medians(calls, CALLS)
-            row["graph_ms"] = medians({who: captured(call) for who, call in calls.items()}, CALLS)
+            if in_graphs:
+                row["graph_ms"] = medians({who: captured(call) for who, call in calls.items()}, CALLS)
             rows.append(row)
         torch.cuda.empty_cache()
     return rows
@@ -156,6 +158,8 @@ def table(rows):
     ]
     for r in rows:
         for how in ("graph", "eager"):
+            if f"{how}_ms" not in r:
+                continue
             whole, parts, apart, first = (r[f"{how}_ms"][who] for who in CONTESTANTS)
             lines.append(
                 f"| {r['kind']} | {r['tokens']} | {r['channels']} | {how} | {whole:.3f} | {parts:.3f} "
@@ -167,11 +171,12 @@ def table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--record", type=pathlib.Path, help="write context_parallel.json and .md there")
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    rows = [row for case in CASES for row in measure(*case)]
+    rows = [row for case in CASES for row in measure(*case, not args.eager)]
     if dist.get_rank() == 0:
         machine = {
             "device": torch.cuda.get_device_name(),

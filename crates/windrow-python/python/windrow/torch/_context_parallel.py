@@ -124,7 +124,8 @@ class Divided(torch.autograd.Function):
             states = _joined(_or_zeros(before, x, reach), x[:, :, max(first - reach, 0) : first], x)[:, :, -reach:]
         dx, dweight, dbias, dbefore = of_all
         wanted = (wanted[0], False, False, wanted[3] and length < reach)
-        x_last, dy_last = _joined(x[:, :, first:], x_behind, x), _joined(dy[:, :, first:], dy_behind, x)
+        # In the layouts of x and dy: on CUDA the order of the sums depends on them.
+        x_last, dy_last = _joined(x[:, :, first:], x_behind, x), _joined(dy[:, :, first:], dy_behind, dy)
         dx_last, _, _, dstates = run(dy_last, None, x_last, states, wanted)
         if dx is not None and dx_last is not None:
             dx[:, :, first:] = dx_last[:, :, :own] + dafter_behind[:, :, reach - own :]
