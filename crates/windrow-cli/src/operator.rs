@@ -1,6 +1,7 @@
 //! The operators by name.
 
 use clap::ValueEnum;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::error::{ContextKind, ContextValue, Error};
 
 /// An operator, as the command line names it.
@@ -13,6 +14,8 @@ pub(crate) enum Operator {
     CausalConv1d,
     /// 2-D convolution
     Conv2d,
+    /// 3-D convolution
+    Conv3d,
 }
 
 impl Operator {
@@ -22,13 +25,25 @@ impl Operator {
             Operator::Gelu => "gelu",
             Operator::CausalConv1d => "causal_conv1d",
             Operator::Conv2d => "conv2d",
+            Operator::Conv3d => "conv3d",
         }
+    }
+
+    /// A parser of the operators whose configurations are searched: that of conv3d is always the cost model's.
+    pub(crate) fn tuned() -> impl TypedValueParser<Value = Operator> {
+        let tuned = |operator: &&Operator| **operator != Operator::Conv3d;
+        let names = Operator::value_variants().iter().filter(tuned);
+        let names = PossibleValuesParser::new(names.filter_map(Operator::to_possible_value));
+        names.try_map(|name| Operator::from_str(&name, false))
     }
 
     /// The operators named, all if none is.
     pub(crate) fn chosen(named: &[Operator]) -> Vec<Operator> {
-        let all = [Operator::Gelu, Operator::CausalConv1d, Operator::Conv2d];
-        all.into_iter().filter(|o| named.is_empty() || named.contains(o)).collect()
+        Operator::value_variants()
+            .iter()
+            .copied()
+            .filter(|o| named.is_empty() || named.contains(o))
+            .collect()
     }
 }
 

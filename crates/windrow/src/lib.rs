@@ -190,5 +190,5 @@ pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 #[doc(hidden)]
 pub mod internal {
     pub use crate::cpu::images::{Gate, ImageOperation, ImageStep, Window};
-    pub use crate::plan::{Configuration, Operator, PlanInputs, Tuned};
+    pub use crate::plan::{Configuration, Measured, Operator, PlanInputs, Tuned};
 }

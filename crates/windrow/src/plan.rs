@@ -11,7 +11,7 @@ mod search;
 
 pub(crate) use checks::{Checks, Type};
 pub(crate) use configuration::{configuration, dense, joined};
-pub use operator::{Configuration, Operator, Tuned};
+pub use operator::{Configuration, Measured, Operator, Tuned};
 pub(crate) use operator::{Engine, Input, Setup, Views, inputs, views};
 pub use placed::Placed;
 pub(crate) use plan_inputs::HeldInputs;

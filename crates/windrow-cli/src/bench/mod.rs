@@ -3,6 +3,7 @@
 
 pub(crate) mod causal_conv1d;
 pub(crate) mod conv2d;
+mod conv3d;
 mod document;
 pub(crate) mod gelu;
 pub(crate) mod layers;
@@ -46,7 +47,8 @@ pub(crate) struct Bench {
     /// that ship with it]
     #[arg(long, value_name = "FILE")]
     layers: Option<PathBuf>,
-    /// Measure the 18 layers with their full batch instead of a sixteenth, and longer causal convolutions
+    /// Measure the 18 layers with their full batch instead of a sixteenth, longer causal convolutions, and whole layers
+    /// of video decoders
     #[arg(long)]
     full: bool,
     /// Element types [default: chosen for each case]
@@ -227,6 +229,7 @@ fn entries(args: &Bench, selection: &Selection<'_>) -> Result<Vec<Entry>, Failur
             Operator::Gelu => gelu::entries(selection)?,
             Operator::CausalConv1d => causal_conv1d::entries(selection)?,
             Operator::Conv2d => conv2d::entries(selection, layers(args)?)?,
+            Operator::Conv3d => conv3d::entries(selection)?,
         });
     }
     Ok(entries)

@@ -9,7 +9,7 @@ use windrow::DType;
 /// A measured case. Field names are the keys in JSON and the columns in CSV.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Row {
-    /// `gelu`, `causal_conv1d` or `conv2d`.
+    /// `gelu`, `causal_conv1d`, `conv2d` or `conv3d`.
     pub op: &'static str,
     /// Name of the case: a layer, or the options that distinguish it.
     pub case: String,

@@ -1,7 +1,7 @@
 //! A plan of any operator on random tensors, as it is measured.
 
 use super::{Case, Description, Entry, Selection, Work};
-use windrow::internal::{Configuration, Operator, PlanInputs, Tuned};
+use windrow::internal::{Configuration, Measured, Operator, PlanInputs};
 use windrow::verify::{Comparison, random_tensor};
 use windrow::{DType, Placed, Plan, PlanOptions, Workspace, cpu};
 
@@ -32,7 +32,7 @@ pub(super) enum Direct<O: Operator> {
 /// The simplest program, on tensors of its own.
 pub(super) type Plain = Box<dyn FnMut()>;
 
-struct Subject<O: Tuned> {
+struct Subject<O: Measured> {
     description: Description,
     threads: usize,
     sampled: usize,
@@ -51,7 +51,7 @@ enum Reference<O: Operator> {
 }
 
 /// The cases that the algorithm asked for can compute.
-pub(super) fn entries<O: Tuned>(
+pub(super) fn entries<O: Measured>(
     s: &Selection<'_>,
     cases: impl IntoIterator<Item = windrow::Result<About<O>>>,
 ) -> windrow::Result<Vec<Entry>> {
@@ -75,7 +75,7 @@ pub(super) fn entries<O: Tuned>(
     Ok(entries)
 }
 
-impl<O: Tuned> Subject<O> {
+impl<O: Measured> Subject<O> {
     fn new(about: &About<O>, options: PlanOptions) -> windrow::Result<Self> {
         let (spec, device) = (&about.spec, options.device);
         let plan = match about.algorithm {
@@ -133,7 +133,7 @@ impl<O: Tuned> Subject<O> {
     }
 }
 
-impl<O: Tuned> Case for Subject<O> {
+impl<O: Measured> Case for Subject<O> {
     fn describe(&self) -> Description {
         self.description.clone()
     }

@@ -31,6 +31,7 @@ Examples:
   windrow tune --import table.json")]
 pub(crate) struct Tune {
     /// Operators to tune [default: all]
+    #[arg(value_parser = Operator::tuned())]
     operators: Vec<Operator>,
     /// Layer file for conv2d, lines of name,n,c,h,w,k; `-` is standard input [default: the 18 layers
     /// that ship with it]

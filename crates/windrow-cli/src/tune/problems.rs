@@ -81,6 +81,8 @@ pub(super) fn all(args: &Tune) -> std::result::Result<Vec<Problem>, Failure> {
                         all.push(Problem::new::<CausalConv1d>(spec, options, what, work, "direct"));
                     }
                 }
+                // Its configurations are not searched.
+                Operator::Conv3d => {}
             }
         }
     }

@@ -10,8 +10,6 @@ use crate::machine::check_device;
 use crate::operator::Operator;
 use crate::print;
 use crate::table::{Columns, scientific};
-use clap::ValueEnum;
-use clap::builder::{PossibleValue, PossibleValuesParser};
 use random::Random;
 use serde::Serialize;
 use std::collections::HashMap;
@@ -29,8 +27,7 @@ Examples:
   windrow verify --random 60 --seed 1")]
 pub(crate) struct Verify {
     /// Operators to check [default: all]
-    #[arg(value_parser = names())]
-    operators: Vec<String>,
+    operators: Vec<Operator>,
     /// cpu, cuda:INDEX or hip:INDEX
     #[arg(long, default_value = "cpu")]
     device: Device,
@@ -50,22 +47,10 @@ pub(crate) struct Verify {
     random: Random,
 }
 
-/// The operator whose cases are checked, and which other commands do not have.
-const CONV3D: &str = "conv3d";
-
-/// The operators as the command line names them.
-fn names() -> PossibleValuesParser {
-    let operators = Operator::value_variants().iter().filter_map(Operator::to_possible_value);
-    let conv3d = PossibleValue::new(CONV3D).help("3-D convolution");
-    PossibleValuesParser::new(operators.chain([conv3d]))
-}
-
 impl Verify {
     /// The names of the operators to check.
     fn chosen(&self) -> Vec<&'static str> {
-        let all = Operator::value_variants().iter().map(|operator| operator.name());
-        let is_named = |name: &&str| self.operators.iter().any(|o| o.replace('-', "_") == *name);
-        all.chain([CONV3D]).filter(|name| self.operators.is_empty() || is_named(name)).collect()
+        Operator::chosen(&self.operators).into_iter().map(Operator::name).collect()
     }
 
     fn threads(&self) -> usize {

@@ -6,7 +6,7 @@ use super::{
     CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec, comparison,
 };
 use crate::cpu::resolve_threads;
-use crate::plan::{PlanInputs, Tuned, dense, joined};
+use crate::plan::{Measured, PlanInputs, Tuned, dense, joined};
 use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
@@ -38,37 +38,11 @@ fn order(desc: &TensorDesc) -> &'static str {
     if desc.strides()[1] < desc.strides()[2] { "bld" } else { "bdl" }
 }
 
-impl Tuned for CausalConv1d {
+impl Measured for CausalConv1d {
     type SearchData = ();
 
     fn y(spec: &CausalConv1dSpec) -> &TensorDesc {
         &spec.y
-    }
-
-    /// The same spec with dense tensors. Each of them keeps the order of its dimensions in memory. Each row is one
-    /// sequence that begins with zeros, and has one output.
-    fn plain(spec: &CausalConv1dSpec, _: &PlanOptions) -> Result<CausalConv1dSpec> {
-        let mut plain = CausalConv1dSpec::new(dense(&spec.x)?, dense(&spec.weight)?)?
-            .with_output(dense(&spec.whole_output()?)?)
-            .with_activation(spec.activation)
-            .with_dilation(spec.dilation);
-        plain.bias = spec.bias.as_ref().map(dense).transpose()?;
-        Ok(plain)
-    }
-
-    fn key(spec: &CausalConv1dSpec, options: &PlanOptions) -> String {
-        let CausalConv1dSpec { x, weight, y, activation, dilation, .. } = spec;
-        let (dtype, activation) = (x.dtype, activation.name());
-        let (shape, filter) = (joined(x.shape()), joined(weight.shape()));
-        let (from, to) = (order(x), order(y));
-        let mut key = format!("causal_conv1d {dtype} {shape} {filter} {from}-{to} {activation}");
-        if *dilation > 1 {
-            key += &format!(" dilation {dilation}");
-        }
-        match options.device == Device::Cpu {
-            true => format!("{key} {} threads", resolve_threads(options.threads)),
-            false => key,
-        }
     }
 
     fn range(_: &'static str) -> (f64, f64) {
@@ -113,6 +87,34 @@ impl Tuned for CausalConv1d {
             let reference = Reference::new(problem, plan.spec.activation, &some)?;
             comparison::compare_output(&reference, &y.narrow(1, channels)?)
         })
+    }
+}
+
+impl Tuned for CausalConv1d {
+    /// The same spec with dense tensors. Each of them keeps the order of its dimensions in memory. Each row is one
+    /// sequence that begins with zeros, and has one output.
+    fn plain(spec: &CausalConv1dSpec, _: &PlanOptions) -> Result<CausalConv1dSpec> {
+        let mut plain = CausalConv1dSpec::new(dense(&spec.x)?, dense(&spec.weight)?)?
+            .with_output(dense(&spec.whole_output()?)?)
+            .with_activation(spec.activation)
+            .with_dilation(spec.dilation);
+        plain.bias = spec.bias.as_ref().map(dense).transpose()?;
+        Ok(plain)
+    }
+
+    fn key(spec: &CausalConv1dSpec, options: &PlanOptions) -> String {
+        let CausalConv1dSpec { x, weight, y, activation, dilation, .. } = spec;
+        let (dtype, activation) = (x.dtype, activation.name());
+        let (shape, filter) = (joined(x.shape()), joined(weight.shape()));
+        let (from, to) = (order(x), order(y));
+        let mut key = format!("causal_conv1d {dtype} {shape} {filter} {from}-{to} {activation}");
+        if *dilation > 1 {
+            key += &format!(" dilation {dilation}");
+        }
+        match options.device == Device::Cpu {
+            true => format!("{key} {} threads", resolve_threads(options.threads)),
+            false => key,
+        }
     }
 }
 

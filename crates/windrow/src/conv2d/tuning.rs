@@ -6,7 +6,7 @@ use super::{
     gpu,
 };
 use crate::cpu::resolve_threads;
-use crate::plan::{PlanInputs, Tuned, dense, joined};
+use crate::plan::{Measured, PlanInputs, Tuned, dense, joined};
 use crate::verification::Comparison;
 use crate::{
     Device, Error, Filter, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace,
@@ -48,56 +48,12 @@ fn order(desc: &TensorDesc) -> &'static str {
     if is_channels_last(&desc.layout) { "nhwc" } else { "nchw" }
 }
 
-impl Tuned for Conv2d {
+impl Measured for Conv2d {
     /// Packed filters.
     type SearchData = Vec<PackedWeights>;
 
     fn y(spec: &Conv2dSpec) -> &TensorDesc {
         &spec.y
-    }
-
-    /// The spec with dense tensors in the spec's order of dimensions. On the CPU a large batch is represented by as
-    /// many images as exceed the caches; further images take as long each.
-    fn plain(spec: &Conv2dSpec, options: &PlanOptions) -> Result<Conv2dSpec> {
-        let n = spec.problem()?.n;
-        let image = (spec.x.layout.len() + spec.y.layout.len()) / n.max(1) * spec.x.dtype.size();
-        let n = match options.device == Device::Cpu {
-            true => n.min(ENOUGH_BYTES.div_ceil(image.max(1))),
-            false => n,
-        };
-        let images = |desc: &TensorDesc| {
-            let shape = [&[n], &desc.shape()[1..]].concat();
-            let layout = Layout::strided(&shape, desc.strides())?;
-            dense(&TensorDesc { layout, ..*desc })
-        };
-        let (x, y) = (images(&spec.x)?, images(&spec.y)?);
-        let w = TensorDesc::contiguous(spec.w.dtype, spec.w.shape())?;
-        let bias = spec.bias.map(|b| TensorDesc::contiguous(b.dtype, b.shape())).transpose()?;
-        Ok(Conv2dSpec { x, w, y, bias, ..spec.clone() })
-    }
-
-    fn key(spec: &Conv2dSpec, options: &PlanOptions) -> String {
-        let Conv2dSpec { x, w, y, stride, padding, dilation, groups, .. } = spec;
-        let (dtype, accuracy) = (x.dtype, spec.accuracy.name());
-        let mut key = format!("conv2d {dtype} {} {}", joined(x.shape()), joined(w.shape()));
-        for (name, values, default) in
-            [("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)]
-        {
-            if *values != [default; 2] {
-                key += &format!(" {name} {}", joined(values));
-            }
-        }
-        if *groups > 1 {
-            key += &format!(" groups {groups}");
-        }
-        key += &format!(" {}-{} {accuracy}", order(x), order(y));
-        if options.device == Device::Cpu {
-            key += &format!(" {} threads", resolve_threads(options.threads));
-            if options.filter == Filter::Changing {
-                key += " packing";
-            }
-        }
-        key
     }
 
     /// Activations as after a ReLU, and weights of mean zero.
@@ -172,6 +128,52 @@ impl Tuned for Conv2d {
             comparison.merge(&part(n.saturating_sub(1)..n, k - count..k)?);
         }
         Ok(comparison)
+    }
+}
+
+impl Tuned for Conv2d {
+    /// The spec with dense tensors in the spec's order of dimensions. On the CPU a large batch is represented by as
+    /// many images as exceed the caches; further images take as long each.
+    fn plain(spec: &Conv2dSpec, options: &PlanOptions) -> Result<Conv2dSpec> {
+        let n = spec.problem()?.n;
+        let image = (spec.x.layout.len() + spec.y.layout.len()) / n.max(1) * spec.x.dtype.size();
+        let n = match options.device == Device::Cpu {
+            true => n.min(ENOUGH_BYTES.div_ceil(image.max(1))),
+            false => n,
+        };
+        let images = |desc: &TensorDesc| {
+            let shape = [&[n], &desc.shape()[1..]].concat();
+            let layout = Layout::strided(&shape, desc.strides())?;
+            dense(&TensorDesc { layout, ..*desc })
+        };
+        let (x, y) = (images(&spec.x)?, images(&spec.y)?);
+        let w = TensorDesc::contiguous(spec.w.dtype, spec.w.shape())?;
+        let bias = spec.bias.map(|b| TensorDesc::contiguous(b.dtype, b.shape())).transpose()?;
+        Ok(Conv2dSpec { x, w, y, bias, ..spec.clone() })
+    }
+
+    fn key(spec: &Conv2dSpec, options: &PlanOptions) -> String {
+        let Conv2dSpec { x, w, y, stride, padding, dilation, groups, .. } = spec;
+        let (dtype, accuracy) = (x.dtype, spec.accuracy.name());
+        let mut key = format!("conv2d {dtype} {} {}", joined(x.shape()), joined(w.shape()));
+        for (name, values, default) in
+            [("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)]
+        {
+            if *values != [default; 2] {
+                key += &format!(" {name} {}", joined(values));
+            }
+        }
+        if *groups > 1 {
+            key += &format!(" groups {groups}");
+        }
+        key += &format!(" {}-{} {accuracy}", order(x), order(y));
+        if options.device == Device::Cpu {
+            key += &format!(" {} threads", resolve_threads(options.threads));
+            if options.filter == Filter::Changing {
+                key += " packing";
+            }
+        }
+        key
     }
 }
 

@@ -1,7 +1,7 @@
 //! The search among configurations of GELU.
 
 use super::{Gelu, GeluArgs, GeluConfiguration, GeluPlan, GeluSpec};
-use crate::plan::{PlanInputs, Tuned, dense, joined};
+use crate::plan::{Measured, PlanInputs, Tuned, dense, joined};
 use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
@@ -29,42 +29,11 @@ impl GeluConfiguration {
 /// end.
 const SAMPLE: usize = 1 << 16;
 
-impl Tuned for Gelu {
+impl Measured for Gelu {
     type SearchData = ();
 
     fn y(spec: &GeluSpec) -> &TensorDesc {
         &spec.y
-    }
-
-    /// The same spec with dense tensors. Each of them keeps the order of its dimensions in memory.
-    fn plain(spec: &GeluSpec, _: &PlanOptions) -> Result<GeluSpec> {
-        let (x, y) = (dense(&spec.x)?, dense(&spec.y)?);
-        let gate = spec.gate.as_ref().map(dense).transpose()?;
-        let bias = spec.bias.map(|b| TensorDesc::contiguous(b.dtype, b.shape())).transpose()?;
-        Ok(GeluSpec { x, y, bias, gate, ..*spec })
-    }
-
-    fn key(spec: &GeluSpec, _: &PlanOptions) -> String {
-        let GeluSpec { x, y, bias, gate, approximate, half_math } = spec;
-        let mut key = format!("gelu {} {} {}", approximate.name(), x.dtype, joined(x.shape()));
-        for (is, what) in [
-            (bias.is_some(), "bias"),
-            (gate.is_some(), "gate"),
-            (x.layout != y.layout, "transposed"),
-        ] {
-            if is {
-                key = format!("{key} {what}");
-            }
-        }
-        if x.dtype.is_half() {
-            key = format!("{key} {}", half_math.name());
-        }
-        key
-    }
-
-    /// False on the CPU, which has one algorithm.
-    fn has_choice(device: Device) -> bool {
-        device != Device::Cpu
     }
 
     fn range(_: &'static str) -> (f64, f64) {
@@ -104,6 +73,39 @@ impl Tuned for Gelu {
             let args = GeluArgs { x: args.x.narrow(0, part.clone())?, bias, gate };
             Self::compare(plan, &args, &y.narrow(0, part.clone())?)
         })
+    }
+}
+
+impl Tuned for Gelu {
+    /// The same spec with dense tensors. Each of them keeps the order of its dimensions in memory.
+    fn plain(spec: &GeluSpec, _: &PlanOptions) -> Result<GeluSpec> {
+        let (x, y) = (dense(&spec.x)?, dense(&spec.y)?);
+        let gate = spec.gate.as_ref().map(dense).transpose()?;
+        let bias = spec.bias.map(|b| TensorDesc::contiguous(b.dtype, b.shape())).transpose()?;
+        Ok(GeluSpec { x, y, bias, gate, ..*spec })
+    }
+
+    fn key(spec: &GeluSpec, _: &PlanOptions) -> String {
+        let GeluSpec { x, y, bias, gate, approximate, half_math } = spec;
+        let mut key = format!("gelu {} {} {}", approximate.name(), x.dtype, joined(x.shape()));
+        for (is, what) in [
+            (bias.is_some(), "bias"),
+            (gate.is_some(), "gate"),
+            (x.layout != y.layout, "transposed"),
+        ] {
+            if is {
+                key = format!("{key} {what}");
+            }
+        }
+        if x.dtype.is_half() {
+            key = format!("{key} {}", half_math.name());
+        }
+        key
+    }
+
+    /// False on the CPU, which has one algorithm.
+    fn has_choice(device: Device) -> bool {
+        device != Device::Cpu
     }
 }
 

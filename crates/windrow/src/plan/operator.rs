@@ -233,23 +233,15 @@ pub trait Engine<O: Operator>: Sized {
     }
 }
 
-/// An operator whose configurations are measured, and whose results can be compared in part.
-pub trait Tuned: Operator {
-    /// The data that all runs of a search share in addition to their tensors, for example packed filters.
+/// An operator whose runs are measured on random tensors, and whose results can be compared in part.
+pub trait Measured: Operator {
+    /// The data that all measured runs share in addition to their tensors, for example packed filters.
     type SearchData: Default;
 
     /// The descriptor of the output.
     fn y(spec: &Self::Spec) -> &TensorDesc;
 
-    /// The spec that a search measures in place of `spec`. Its tensors are dense, and a convolution's may have fewer
-    /// images on the CPU.
-    fn plain(spec: &Self::Spec, options: &PlanOptions) -> Result<Self::Spec>;
-
-    /// The key of a [`plain`](Self::plain) spec in the tuning tables: its types, sizes and options as text, and on the
-    /// CPU the number of threads.
-    fn key(spec: &Self::Spec, options: &PlanOptions) -> String;
-
-    /// The range of the numbers with which a search fills an input.
+    /// The range of the numbers with which an input is filled.
     fn range(input: &'static str) -> (f64, f64);
 
     /// Prepares the data that runs of a plan share.
@@ -261,7 +253,7 @@ pub trait Tuned: Operator {
         Ok(())
     }
 
-    /// Runs a plan of a [`plain`](Self::plain) spec.
+    /// Runs a plan. A state that it could write is not asked for.
     fn run(
         bound: &PlanInputs<'_, Self>,
         kept: &Self::SearchData,
@@ -280,6 +272,17 @@ pub trait Tuned: Operator {
         y: &TensorRef<'_>,
         count: Option<usize>,
     ) -> Result<Comparison>;
+}
+
+/// An operator whose configurations are searched.
+pub trait Tuned: Measured {
+    /// The spec that a search measures in place of `spec`. Its tensors are dense, and a convolution's may have fewer
+    /// images on the CPU.
+    fn plain(spec: &Self::Spec, options: &PlanOptions) -> Result<Self::Spec>;
+
+    /// The key of a [`plain`](Self::plain) spec in the tuning tables: its types, sizes and options as text, and on the
+    /// CPU the number of threads.
+    fn key(spec: &Self::Spec, options: &PlanOptions) -> String;
 
     /// False if there is nothing to choose on this device.
     fn has_choice(_: Device) -> bool {

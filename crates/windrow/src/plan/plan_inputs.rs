@@ -1,6 +1,6 @@
 //! Plans together with the inputs of a run, for any operator.
 
-use super::operator::{MAX_INPUTS, Operator, Tuned};
+use super::operator::{MAX_INPUTS, Operator};
 use super::planned::Plan;
 use crate::verification::data::Held;
 use crate::{Placed, Result, TensorDesc, TensorRef};
@@ -14,7 +14,7 @@ pub struct PlanInputs<'a, O: Operator> {
     pub inputs: [Option<TensorRef<'a>>; MAX_INPUTS],
 }
 
-impl<'a, O: Tuned> PlanInputs<'a, O> {
+impl<'a, O: Operator> PlanInputs<'a, O> {
     /// A plan and tensors in the order of [`Operator::INPUTS`].
     pub fn new(plan: &'a Plan<O>, inputs: &'a [Option<Placed>]) -> Self {
         let view = |i: usize| Some(inputs.get(i)?.as_ref()?.as_ref());

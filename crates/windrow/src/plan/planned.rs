@@ -1,7 +1,7 @@
 //! The plan of any operator: a checked spec, bound to a device and an algorithm.
 
 use super::checks::Checks;
-use super::operator::{Algorithm, Configuration, Engine, Operator, Setup, Tuned};
+use super::operator::{Algorithm, Configuration, Engine, Measured, Operator, Setup, Tuned};
 #[cfg(feature = "tuning")]
 use super::search;
 use crate::cpu::Isa;
@@ -313,7 +313,7 @@ impl<O: Tuned> Plan<O> {
     }
 }
 
-impl<O: Tuned> Plan<O> {
+impl<O: Measured> Plan<O> {
     /// Compares the output of a run with the f64 oracle. The run must not have overwritten its inputs.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 mod args;
 mod chunks;
 mod frames;
+mod measured;
 mod plan;
 pub(crate) mod random;
 mod spec;

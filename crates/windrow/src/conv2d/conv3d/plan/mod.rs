@@ -172,7 +172,17 @@ impl Conv3dPlan {
 
     /// The oracle's y, with the scales by which [`Conv3dPlan::tolerance`] is multiplied, and its final frames.
     pub(crate) fn expected(&self, args: &Conv3dArgs<'_>, w: &[f64]) -> Result<[Expected; 2]> {
-        let (x, p) = with_frames_before(&self.spec, &self.problem, args)?;
+        self.expected_of(self.problem.k, args, w)
+    }
+
+    /// The same for the output channels that the filter, bias and residual have, of one group or all groups.
+    pub(in crate::conv2d::conv3d) fn expected_of(
+        &self,
+        k: usize,
+        args: &Conv3dArgs<'_>,
+        w: &[f64],
+    ) -> Result<[Expected; 2]> {
+        let (x, p) = with_frames_before(&self.spec, &Problem { k, ..self.problem }, args)?;
         let added = [&args.bias, &args.residual].map(Option::as_ref);
         let [bias, residual] = added.map(|view| view.map(TensorRef::to_f64_vec).transpose());
         let (bias, residual) = (bias?, residual?);
