@@ -1,9 +1,10 @@
 """Causal conv1d of sequences whose tokens are divided among the ranks of a process group (context parallel).
 
-An output needs the `(width - 1) * dilation` inputs before it (the *reach*). So a rank needs the last inputs of its left neighbour
-for its first outputs only, and computes all others while these travel. The gradient of an input needs the outputs
-behind it. So in the backward pass the first inputs and output gradients of the right neighbour travel. When they have
-arrived, a rank computes the gradients of its last inputs again. Each sum has the order that it has on one device.
+An output needs the `(width - 1) * dilation` inputs before it (the *reach*). So a rank needs the last inputs of its left
+neighbour for its first outputs only, and computes all others while these travel. The gradient of an input needs the
+outputs behind it. So in the backward pass the first inputs and output gradients of the right neighbour travel. When
+they have arrived, a rank computes the gradients of its last inputs again. Each sum has the order that it has on one
+device.
 """
 
 from collections.abc import Callable, Sequence
