@@ -133,6 +133,8 @@ class Keeps(nn.Module):
         return {"y": y * self.past["x"] + noise, "calls": self.calls}, self.mean * scale
 
 
+# With which PyTorch 2.11 breaks the graph.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_no_trace(checks):
     model = Keeps().eval()
     fast, x = optimize(model), image()
