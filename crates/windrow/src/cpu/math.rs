@@ -1,14 +1,19 @@
 //! Activations on vectors, for the epilogues of all operators.
 //!
-//! GELU (both forms) and SiLU are computed as `max(x, 0) - tail(|x|)`. The tail is positive, at most half of `|x|`, and
+//! GELU (both forms), and SiLU of numbers below -87, are computed as `max(x, 0) - tail(|x|)`. The tail is positive, at most half of `|x|`, and
 //! a product with `exp` of a negative number, so nothing cancels: the relative error stays small down to the smallest
 //! normal number. The argument of `exp` goes down to -90. There a relative rounding error of the argument would be
 //! multiplied by up to 90, so the argument is kept together with its rounding error.
 
-use super::{Kernel, MAX_LANES, Simd};
+mod memory;
+
+use self::memory::All;
+use super::{MAX_LANES, Simd, seldom};
 use crate::activation::{CUBIC, SQRT_2_OVER_PI};
 use crate::{Activation, Approximate};
 use std::f64::consts::{LN_2, LOG2_E};
+
+pub(crate) use memory::{Rows, activate_all, activate_rows};
 
 /// The activation of each lane.
 #[inline(always)]
@@ -42,47 +47,6 @@ fn by_call<S: Simd>(s: S, activation: Activation, grad: bool, x: S::F32) -> Opti
         s.store(at, x);
         s.outlined(All { activation, grad, at, len: S::LANES });
         Some(s.load(at))
-    }
-}
-
-/// Activates numbers in memory by a function call. Inlining every activation at each store would make up most of a
-/// kernel's code.
-///
-/// # Safety
-/// `len` f32 are readable and writable at `at`.
-#[inline(always)]
-pub(crate) unsafe fn activate_all<S: Simd>(s: S, activation: Activation, at: *mut f32, len: usize) {
-    s.outlined(All { activation, grad: false, at, len });
-}
-
-/// The activation of numbers in memory, as a kernel. Only [`activate_all`], whose caller guarantees that the pointer is
-/// valid, and [`by_call`] make it.
-struct All {
-    activation: Activation,
-    /// True for the derivative.
-    grad: bool,
-    at: *mut f32,
-    len: usize,
-}
-
-impl Kernel for All {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        for i in (0..self.len).step_by(S::LANES) {
-            let n = S::LANES.min(self.len - i);
-            // SAFETY: promised by the caller of `activate_all`.
-            unsafe {
-                let at = self.at.add(i);
-                let x = if n == S::LANES { s.load(at) } else { s.load_first(at, n) };
-                let y = match S::IS_SMALL && self.grad {
-                    true => derivative(s, self.activation, x),
-                    false => activated(s, self.activation, x),
-                };
-                if n == S::LANES { s.store(at, y) } else { s.store_first(at, y, n) }
-            }
-        }
     }
 }
 
@@ -152,12 +116,17 @@ fn polynomial<S: Simd, const N: usize>(s: S, x: S::F32, c: [f32; N]) -> S::F32 {
 
 /// Adding this to a number of magnitude below 2^22 rounds it to an integer and leaves that integer
 /// plus [`SCALE_BITS`] in the low bits.
-const MAGIC: f32 = 12_582_912.0 + SCALE_BITS as f32;
+const MAGIC: f32 = magic(SCALE_BITS);
 /// Exponentials are computed times `2^SCALE_BITS`, so that small ones stay normal numbers until the last operation.
 const SCALE_BITS: u32 = 64;
 const UNSCALE: f32 = 1.0 / (1u128 << SCALE_BITS) as f32;
 
-/// `p * 2^(n + SCALE_BITS)`, where `magic = n + MAGIC`, without regard to overflow.
+/// The same with another number in the low bits.
+const fn magic(low: u32) -> f32 {
+    12_582_912.0 + low as f32
+}
+
+/// `p * 2^(n + low)`, where `magic` is `n` plus [`magic(low)`](magic), without regard to overflow.
 #[inline(always)]
 fn scale_by_magic<S: Simd>(s: S, p: S::F32, magic: S::F32) -> S::F32 {
     s.from_bits(s.add_i32(s.to_bits(p), s.shl_i32::<23>(s.to_bits(magic))))
@@ -171,12 +140,19 @@ const fn upper(x: f64) -> f32 {
 /// `2^SCALE_BITS exp(-a)` for `0 <= a <= 126`.
 #[inline(always)]
 fn exp_neg<S: Simd>(s: S, a: S::F32) -> S::F32 {
+    exp_neg_times::<S, SCALE_BITS>(s, a)
+}
+
+/// `2^LOW exp(-a)`, if that is a normal number and its logarithm at most 126 ln 2.
+#[inline(always)]
+fn exp_neg_times<S: Simd, const LOW: u32>(s: S, a: S::F32) -> S::F32 {
     const HIGH: f32 = upper(LN_2);
-    const LOW: f32 = (LN_2 - HIGH as f64) as f32;
-    let magic = s.neg_mul_add(a, s.splat(LOG2_E as f32), s.splat(MAGIC));
-    let n = s.sub(magic, s.splat(MAGIC));
+    const REST: f32 = (LN_2 - HIGH as f64) as f32;
+    let rounder = s.splat(const { magic(LOW) });
+    let magic = s.neg_mul_add(a, s.splat(LOG2_E as f32), rounder);
+    let n = s.sub(magic, rounder);
     let r = s.mul_add(n, s.splat(HIGH), a);
-    let r = s.mul_add(n, s.splat(LOW), r);
+    let r = s.mul_add(n, s.splat(REST), r);
     scale_by_magic(s, polynomial(s, r, const { exp2_scaled(-LOG2_E) }), magic)
 }
 
@@ -258,8 +234,15 @@ fn gelu_tanh<S: Simd>(s: S, x: S::F32) -> S::F32 {
 /// `x / (1 + exp(-x))`
 #[inline(always)]
 fn silu<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    let a = magnitude(s, x, 126.0);
-    above_tail(s, x, logistic_tail(s, a, exp_neg(s, a)))
+    // The quotient takes four fifths of the time. Its denominator would be infinite below -88.7.
+    if s.any(s.lt(x, s.splat(-87.0))) {
+        seldom();
+        let a = magnitude(s, x, 126.0);
+        return above_tail(s, x, logistic_tail(s, a, exp_neg(s, a)));
+    }
+    // NaN stays NaN.
+    let e = exp_neg_times::<S, 0>(s, s.min(s.splat(87.0), x));
+    s.div(x, s.add(s.splat(1.0), e))
 }
 
 /// `a e / (1 + e)`, with the same factor `2^SCALE_BITS` as `e`.

@@ -4,7 +4,7 @@
 
 use super::direct::{Operands, Packing, TapSums, TapUnit};
 use super::method::Task;
-use super::shared::epilogue::{Bounds, Epilogue};
+use super::shared::epilogue::{Bounds, Epilogue, Sums};
 use super::shared::rows::{copy_ahead, zero_ahead};
 use super::shared::stencil::{Stencil, Tap};
 use super::{amx, bf16_pairs};
@@ -298,13 +298,14 @@ impl<T: SimdElement> Panel<T> {
                     self.put(s, acc, to, bounds);
                 }
                 _ => {
-                    let mut sums = [0f32; MOST_PIXELS * VECTORS * MAX_LANES];
+                    let mut sums = Sums::<{ MOST_PIXELS * VECTORS * MAX_LANES }>::new();
+                    let sums = sums.as_mut_ptr();
                     for (p, row) in acc.into_iter().enumerate() {
                         for (v, sum) in row.into_iter().enumerate() {
-                            s.store(sums.as_mut_ptr().add((p * VECTORS + v) * S::LANES), sum);
+                            s.store(sums.add((p * VECTORS + v) * S::LANES), sum);
                         }
                     }
-                    self.finish(s, &mut sums, P, to);
+                    self.finish(s, sums, P, to);
                 }
             }
         }
@@ -336,8 +337,7 @@ impl<T: SimdElement> Panel<T> {
 
     /// The same of sums in memory, for any channels and activation.
     #[inline(always)]
-    unsafe fn finish<S: Simd>(&self, s: S, sums: &mut [f32], pixels: usize, to: *mut T) {
-        let sums = sums.as_mut_ptr();
+    unsafe fn finish<S: Simd>(&self, s: S, sums: *mut f32, pixels: usize, to: *mut T) {
         let row = VECTORS * S::LANES;
         // SAFETY: passed on.
         unsafe {
@@ -348,7 +348,10 @@ impl<T: SimdElement> Panel<T> {
                     s.store(sum, s.add(s.load(sum), bias));
                 }
             }
-            self.epilogue.activate_all(s, sums, pixels * row);
+            if self.epilogue.bounds().is_none() {
+                let size = [pixels, self.channels];
+                return self.epilogue.activate_rows(s, (sums, row), (to, self.col), size);
+            }
             for at in (0..self.channels).step_by(S::LANES) {
                 let len = S::LANES.min(self.channels - at);
                 for p in 0..pixels {

@@ -1,6 +1,7 @@
 //! The computation of a block of a product for one range of terms.
 
-use super::{BlockedProduct, Blocking, Left, Place, Right, Tile};
+use super::tile::{Place, Tile};
+use super::{BlockedProduct, Blocking, Left, Right};
 use crate::cpu::{Kernel, Simd};
 use std::ops::Range;
 

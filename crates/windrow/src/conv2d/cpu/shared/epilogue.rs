@@ -1,8 +1,9 @@
 //! Bias, residual, activation and rounding of finished sums on their way to the destination.
 
-use crate::cpu::math::activate_all;
+use crate::cpu::math::{Rows, activate_all, activate_rows};
 use crate::cpu::{MAX_LANES, Simd, SimdElement};
 use crate::{Activation, TensorMut, TensorRef};
+use std::mem::MaybeUninit;
 
 /// The neighbours in the destination, which fill a vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,6 +108,23 @@ impl Bounds {
     }
 }
 
+/// Room for sums on their way through memory, where no vector lies in two cache lines: such a vector is read back from
+/// the cache only after it has been written there.
+#[repr(align(64))]
+pub(crate) struct Sums<const LEN: usize>([MaybeUninit<f32>; LEN]);
+
+impl<const LEN: usize> Sums<LEN> {
+    #[inline(always)]
+    pub(crate) fn new() -> Self {
+        Sums([MaybeUninit::uninit(); LEN])
+    }
+
+    #[inline(always)]
+    pub(crate) fn as_mut_ptr(&mut self) -> *mut f32 {
+        self.0.as_mut_ptr().cast()
+    }
+}
+
 /// The operations after a sum: bias of each channel, residual, then activation. With a residual only a clamp can be the
 /// activation.
 #[derive(Clone, Copy, Debug)]
@@ -160,6 +178,24 @@ impl Epilogue {
             // SAFETY: passed on.
             unsafe { activate_all(s, self.activation, sums, len) };
         }
+    }
+
+    /// Brings sums with bias, in `rows` rows of `cols` elements each, `width` elements apart, to rows from `dst` on that
+    /// are `stride` apart, through an activation that has no bounds. There is no residual.
+    ///
+    /// # Safety
+    /// Whole vectors of sums are readable. The destination's elements are not accessed by anything else.
+    #[inline(always)]
+    pub(crate) unsafe fn activate_rows<S: Simd, T: SimdElement>(
+        &self,
+        s: S,
+        (from, width): (*const f32, usize),
+        (to, stride): (*mut T, isize),
+        [rows, cols]: [usize; 2],
+    ) {
+        let activation = self.activation;
+        // SAFETY: passed on.
+        unsafe { activate_rows(s, Rows { activation, from, width, to, stride, rows, cols }) }
     }
 
     /// Brings sums with bias, which [`Epilogue::activate_all`] has seen, to `len` elements from `dst` on.

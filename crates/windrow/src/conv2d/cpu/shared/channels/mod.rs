@@ -2,7 +2,7 @@
 
 mod window;
 
-use super::epilogue::Epilogue;
+use super::epilogue::{Epilogue, Sums};
 use super::stencil::Stencil;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
 use std::ops::Range;
@@ -223,7 +223,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
         is_plain: bool,
     ) {
         let (len, col) = (S::LANES.min(self.count), self.dst_strides[1]);
-        let mut sums = [0f32; PIXELS * MAX_LANES];
+        let mut sums = Sums::<{ PIXELS * MAX_LANES }>::new();
         let sums = sums.as_mut_ptr();
         // SAFETY: P is at most PIXELS; the rest is passed on.
         unsafe {
@@ -231,13 +231,11 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
             for (p, sum) in acc.iter().enumerate() {
                 s.store(sums.add(p * S::LANES), s.add(*sum, bias));
             }
-            self.epilogue.activate_all(s, sums, P * S::LANES);
             if is_plain {
-                for p in 0..P {
-                    let sum = s.load(sums.add(p * S::LANES));
-                    D::store(s, to.wrapping_offset(p as isize * col), sum);
-                }
+                let size = [P, S::LANES];
+                self.epilogue.activate_rows(s, (sums, S::LANES), (to, col), size);
             } else {
+                self.epilogue.activate_all(s, sums, P * S::LANES);
                 s.outlined(Finish { sums, pixels: P, len, epilogue: self.epilogue, to, col });
             }
         }
