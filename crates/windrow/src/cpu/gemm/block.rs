@@ -1,7 +1,6 @@
 //! The computation of a block of a product for one range of terms.
 
-use super::tile::{Place, Tile};
-use super::{BlockedProduct, Blocking, Left, Right};
+use super::{BlockedProduct, Blocking, Left, Place, Right, Tile};
 use crate::cpu::{Kernel, Simd};
 use std::ops::Range;
 
