@@ -117,9 +117,11 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
 /// separate kernels are compiled. If several images are copied, they are also copied in the least memory.
 fn configurations(spec: &Conv2dSpec, device: Device) -> Vec<(Conv2dConfiguration, Option<usize>)> {
     let algorithms = Conv2dPlan::algorithms(spec, device);
-    let cuts = match spec.w.shape()[0] > 128 {
-        true => algorithms.iter().flat_map(|&a| gpu::variants(spec.x.dtype, a)).collect(),
-        false => Vec::new(),
+    let cuts = match spec.problem() {
+        Ok(p) if p.k > 128 => {
+            algorithms.iter().flat_map(|&a| gpu::variants((spec, &p), a)).collect()
+        }
+        _ => Vec::new(),
     };
     let copied = algorithms.contains(&Conv2dAlgorithm::WinogradRow) && spec.x.shape()[0] > 1;
     let copied = copied.then(|| (Conv2dConfiguration::new(Conv2dAlgorithm::WinogradRow), Some(0)));

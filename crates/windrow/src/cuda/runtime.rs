@@ -267,12 +267,13 @@ impl Runtime for Cuda {
 
     unsafe fn tensor_map_of_pixels(&self, pixels: &TensorPixels) -> Outcome<[u64; 16]> {
         // As above.
+        const TF32: c_int = 11;
         let element = by_type!(pixels.dtype, F32 => 7, F16 => 6, BF16 => 9);
+        let element = if pixels.tf32 { TF32 } else { element };
         const NOT_INTERLEAVED: c_int = 0;
         const SWIZZLE_128_BYTES: c_int = 3;
         const PROMOTE_TO_128_BYTES: c_int = 2;
         const FILL_WITH_ZEROS: c_int = 0;
-        const CHANNELS: c_uint = 64;
         let sizes = pixels.dims.map(|d| d as u64);
         let strides = pixels.strides.map(|s| (s * pixels.dtype.size()) as u64);
         let [w, h] = pixels.step;
@@ -288,7 +289,7 @@ impl Runtime for Cuda {
                 strides.as_ptr(),
                 pixels.first.as_ptr(),
                 pixels.last.as_ptr(),
-                CHANNELS,
+                pixels.channels as c_uint,
                 pixels.pixels as c_uint,
                 [1, w, h, 1].as_ptr(),
                 NOT_INTERLEAVED,

@@ -24,12 +24,14 @@ pub(crate) struct TensorBoxes {
     pub(crate) boxes: [usize; 4],
 }
 
-/// The arguments of a [`TensorMap`] in im2col mode, for convolutions. A copy loads 64 channels of f16 or bf16 (128
-/// bytes, swizzled) for each of `pixels` consecutive pixels of the output.
+/// The arguments of a [`TensorMap`] in im2col mode, for convolutions. A copy loads 128 bytes of channels, swizzled, for each
+/// of `pixels` consecutive pixels of the output.
 #[derive(Debug)]
 pub(crate) struct TensorPixels {
-    /// f16 or bf16.
+    /// f32, f16 or bf16.
     pub(crate) dtype: DType,
+    /// Copies round f32 to the nearest TF32.
+    pub(crate) tf32: bool,
     pub(crate) address: *const u8,
     /// c, w, h, n
     pub(crate) dims: [usize; 4],
@@ -41,7 +43,8 @@ pub(crate) struct TensorPixels {
     pub(crate) last: [i32; 2],
     /// The distances in w and h from an output to the next.
     pub(crate) step: [u32; 2],
-    /// The number of pixels of a copy.
+    /// The numbers of channels and of pixels of a copy.
+    pub(crate) channels: usize,
     pub(crate) pixels: usize,
 }
 

@@ -84,7 +84,8 @@ fn accuracies(
     algorithm: Conv2dAlgorithm,
     dtype: DType,
 ) -> impl Iterator<Item = (Conv2dAlgorithm, Accuracy)> {
-    let rounds = algorithm == Conv2dAlgorithm::WinogradRow && dtype == DType::F32;
+    let has_two = [Conv2dAlgorithm::WinogradRow, Conv2dAlgorithm::ImplicitGemm];
+    let rounds = has_two.contains(&algorithm) && dtype == DType::F32;
     let accuracies = [Some(Accuracy::Fp32), rounds.then_some(Accuracy::Half)];
     accuracies.into_iter().flatten().map(move |accuracy| (algorithm, accuracy))
 }

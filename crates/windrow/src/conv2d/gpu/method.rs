@@ -2,9 +2,9 @@
 
 use super::prepared::Prepared;
 use super::task::Task;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Feature, Gpu};
-use crate::{DType, Error, Result};
+use crate::{Error, Result};
 
 /// A way to compute convolutions. It says which convolutions it computes, how accurately and how fast, and with which
 /// parameters.
@@ -60,14 +60,14 @@ pub(super) trait Method: Sync {
         0
     }
 
-    /// The configurations for which separate kernels are compiled.
-    fn variants(&self, _dtype: DType) -> Vec<Conv2dConfiguration> {
+    /// The configurations of a spec for which separate kernels are compiled.
+    fn variants(&self, _spec: &Conv2dSpec, _problem: &Problem) -> Vec<Conv2dConfiguration> {
         Vec::new()
     }
 
     /// The configurations that a search tries in addition to the cost model's choice.
     fn candidates(&self, task: &Task<'_>) -> Vec<Conv2dConfiguration> {
-        self.variants(task.spec.x.dtype)
+        self.variants(task.spec, task.problem)
     }
 
     /// The task's configuration with all parameters that a plan with this method has. Nothing is compiled.

@@ -11,9 +11,9 @@ use super::task::Task;
 use super::winograd_gemm::WinogradGemmMethod;
 use super::winograd_row::WinogradRowMethod;
 use crate::conv2d::problem::Frames;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::Gpu;
-use crate::{DType, Error, Result};
+use crate::{Error, Result};
 
 /// The methods on GPUs. If several have the same algorithm, the first that supports a problem computes it.
 pub(super) static METHODS: [&dyn Method; 8] = [
@@ -122,8 +122,11 @@ pub(crate) fn candidates(task: &Task<'_>) -> Vec<Conv2dConfiguration> {
 }
 
 /// The configurations of an algorithm for which separate kernels are compiled.
-pub(crate) fn variants(dtype: DType, algorithm: Conv2dAlgorithm) -> Vec<Conv2dConfiguration> {
-    methods_of(algorithm).flat_map(|method| method.variants(dtype)).collect()
+pub(crate) fn variants(
+    (spec, problem): (&Conv2dSpec, &Problem),
+    algorithm: Conv2dAlgorithm,
+) -> Vec<Conv2dConfiguration> {
+    methods_of(algorithm).flat_map(|method| method.variants(spec, problem)).collect()
 }
 
 /// True if a method of the algorithm accepts this value of the parameter `name`.

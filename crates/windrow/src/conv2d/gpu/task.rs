@@ -169,9 +169,14 @@ mod tests {
         methods::complete(&task.by(algorithm))
     }
 
-    /// The configuration without what changes no bits: the block of f16 and bf16, and the tiles of a chunk.
-    fn for_bits(dtype: DType, configuration: Conv2dConfiguration) -> Conv2dConfiguration {
-        let block = configuration.block.filter(|_| dtype == DType::F32);
+    /// The configuration without what changes no bits: the tiles of a chunk, and the block of sums of one product, which
+    /// are those of f16 and bf16, and of f32 where it is rounded to TF32.
+    fn for_bits(
+        (dtype, accuracy): (DType, Accuracy),
+        configuration: Conv2dConfiguration,
+    ) -> Conv2dConfiguration {
+        let is_split = dtype == DType::F32 && accuracy == Accuracy::Fp32;
+        let block = configuration.block.filter(|_| is_split);
         Conv2dConfiguration { block, tiles: None, ..configuration }
     }
 
@@ -195,7 +200,7 @@ mod tests {
                         dtype,
                         layout: Layout::with_order(&[n, c, size, size], &order).unwrap(),
                     };
-                    let chosen = |x| for_bits(dtype, chosen(x, &w, accuracy, 1));
+                    let chosen = |x| for_bits((dtype, accuracy), chosen(x, &w, accuracy, 1));
                     let want = chosen(of(8));
                     for n in [1, 2, 7, 64, 256] {
                         assert_eq!(chosen(of(n)), want, "{n} {dtype} {w:?}");

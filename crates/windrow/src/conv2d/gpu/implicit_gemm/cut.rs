@@ -6,11 +6,9 @@ use crate::conv2d::gpu::chips::ImplicitGemm;
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
-use crate::{DType, TensorDesc};
+use crate::{Accuracy, DType, TensorDesc};
 
-/// Terms of a step.
-pub(super) const STEP: usize = 64;
-/// The output channels of a block (the last for f16/bf16), and the blocks of a cluster, which share the terms of a
+/// The output channels of a block (the last in one product), and the blocks of a cluster, which share the terms of a
 /// tile.
 pub(super) const BLOCKS: [usize; 3] = [64, 128, 256];
 pub(super) const PARTS: [usize; 4] = [1, 2, 4, 8];
@@ -25,11 +23,42 @@ pub(super) enum Gather {
     Map = 3,
 }
 
+/// The factors that tensor cores multiply.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Factors {
+    /// f32 as f16 parts, in three products.
+    Split,
+    /// f32 rounded to TF32, in one product. The copy engine brings and rounds x.
+    Tf32,
+    /// f16 or bf16, in one product.
+    Half,
+}
+
+impl Factors {
+    /// The factors of a spec's convolution, of which the copy engine reads x or not.
+    fn of(spec: &Conv2dSpec, maps: bool) -> Self {
+        match spec.x.dtype {
+            DType::F32 if maps && spec.accuracy >= Accuracy::Tf32 => Factors::Tf32,
+            DType::F32 => Factors::Split,
+            DType::F16 | DType::BF16 | not_computed!() => Factors::Half,
+        }
+    }
+
+    /// Elements of 16 bytes.
+    fn vector(self) -> usize {
+        if self == Factors::Half { 8 } else { 4 }
+    }
+
+    /// Terms of a step.
+    fn step(self) -> usize {
+        if self == Factors::Tf32 { 32 } else { 64 }
+    }
+}
+
 /// The division of the product into blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Cut {
-    /// True for f16 and bf16.
-    pub(super) half: bool,
+    pub(super) factors: Factors,
     /// x comes by the copy engine.
     pub(super) maps: bool,
     /// Output pixels of a block.
@@ -42,7 +71,7 @@ pub(super) struct Cut {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Order {
     parts: usize,
-    /// Of f32: groups fill up a block, and a NaN lets a block add its products in another way.
+    /// Of three products: groups fill up a block, and a NaN lets a block add its products in another way.
     block: Option<usize>,
 }
 
@@ -59,9 +88,14 @@ impl Cut {
     /// The divisions for which a spec has kernels.
     pub(super) fn all(spec: &Conv2dSpec, p: &Problem) -> impl Iterator<Item = Self> {
         let p = *p;
-        of_type(spec.x.dtype, copy_engine_reads(spec, &p)).filter(move |cut| {
+        let maps = copy_engine_reads(spec, &p);
+        let residual = spec.residual;
+        of_factors(Factors::of(spec, maps), maps).filter(move |cut| {
             // Vectors of channels lie in one group; those of the only one can be filled up.
-            !cut.half || p.groups == 1 || p.c_group().is_multiple_of(cut.vector())
+            let whole = p.groups == 1 || p.c_group().is_multiple_of(cut.vector());
+            // There are no registers for a residual in f32 beside so many sums.
+            let fits = cut.factors != Factors::Tf32 || cut.block < 256 || !residual;
+            !cut.is_single() || whole && fits
         })
     }
 
@@ -90,9 +124,14 @@ impl Cut {
         cuts.map(|cut| (cut, cut.micros(task))).min_by(|(_, a), (_, b)| a.total_cmp(b))
     }
 
+    /// True if a step is one product, else three.
+    pub(super) fn is_single(&self) -> bool {
+        self.factors != Factors::Split
+    }
+
     /// What decides in which order the products of an output are added.
     fn order(&self) -> Order {
-        Order { parts: self.parts, block: (!self.half).then_some(self.block) }
+        Order { parts: self.parts, block: (!self.is_single()).then_some(self.block) }
     }
 
     /// The expected microseconds: a launch, and rounds of tiles with this number of steps.
@@ -106,7 +145,7 @@ impl Cut {
             // Two of a multiprocessor.
             _ if together => rates.together,
             _ if self.maps => rates.maps[self.block.ilog2() as usize - 6],
-            _ if self.half => match (self.block, self.parts) {
+            _ if self.is_single() => match (self.block, self.parts) {
                 (64, 1) => rates.half[0],
                 (64, _) => rates.half[1],
                 (128, _) => rates.half[2],
@@ -118,7 +157,7 @@ impl Cut {
             Gather::Channels => rates.channels[wide],
             Gather::Pixels | Gather::Map => rates.pixels[wide],
         };
-        let exchange = match (self.half, self.parts) {
+        let exchange = match (self.is_single(), self.parts) {
             (_, 1) => 0.0,
             (false, _) => rates.exchange,
             (true, _) => {
@@ -133,18 +172,18 @@ impl Cut {
         let steps = self.steps(p).div_ceil(self.parts) as f64;
         rates.launch
             + rounds * (step * steps + tile + exchange)
-            + self.half_micros(rates, spec, p, rounds)
+            + self.single_micros(rates, spec, p, rounds)
     }
 
-    /// The additional time for f16/bf16 if x is copied, and if outputs are stored one by one.
-    fn half_micros(
+    /// The additional time of one product if x is copied, and if outputs are stored one by one.
+    fn single_micros(
         &self,
         rates: &ImplicitGemm,
         spec: &Conv2dSpec,
         p: &Problem,
         rounds: f64,
     ) -> f64 {
-        if !self.half {
+        if !self.is_single() {
             return 0.0;
         }
         let copied = gather(spec, p, *self, true) != Gather::Channels;
@@ -165,12 +204,12 @@ impl Cut {
         }
     }
 
-    /// The groups that a block sums together: as many as fill a block, or one. For f16/bf16 always one, because only
-    /// f32 repairs the NaN that an infinity and a zero between groups make.
+    /// The groups that a block sums together: as many as fill a block, or one. In one product always one, because only
+    /// three repair the NaN that an infinity and a zero between groups make.
     pub(super) fn unit(&self, p: &Problem) -> Unit {
         let fits =
             |groups: &usize| p.groups.is_multiple_of(*groups) && groups * p.k_group() <= self.block;
-        let most = if self.half { 1 } else { p.groups.min(self.block) };
+        let most = if self.is_single() { 1 } else { p.groups.min(self.block) };
         let groups = (1..=most).rev().find(fits).unwrap_or(1);
         let k = groups * p.k_group();
         Unit { groups, k, c: groups * p.c_group(), blocks: k.div_ceil(self.block) }
@@ -182,18 +221,20 @@ impl Cut {
     }
 
     pub(super) fn steps(&self, p: &Problem) -> usize {
-        (self.term_channels(p) * p.frames.kt * p.r * p.s).div_ceil(STEP)
+        (self.term_channels(p) * p.frames.kt * p.r * p.s).div_ceil(self.step())
     }
 
-    /// Pixels of y that an image takes in the product. Those of a video fill up blocks, so that a block has one image. In f32
-    /// the 16 pixels of a warp have a common scale. If the bits of an image must not depend on other images, these pixels
+    /// Pixels of y that an image takes in the product. Those of a video fill up blocks, so that a block has one image. In
+    /// three products the 16 pixels of a warp have a common scale. If the bits of an image must not depend on other images, these pixels
     /// are of one image: the last ones fill up a warp.
     pub(super) fn image_pixels(&self, task: &Task<'_>) -> usize {
         const SCALED: usize = 16;
         let pixels = task.problem.oh.saturating_mul(task.problem.ow);
         match () {
             () if task.problem.is_video() => pixels.next_multiple_of(self.pixels),
-            () if task.options.batch_invariant && !self.half => pixels.next_multiple_of(SCALED),
+            () if task.options.batch_invariant && !self.is_single() => {
+                pixels.next_multiple_of(SCALED)
+            }
             () => pixels,
         }
     }
@@ -201,12 +242,28 @@ impl Cut {
     /// Input channels of a unit with those that fill up vectors.
     pub(super) fn term_channels(&self, p: &Problem) -> usize {
         let c = self.unit(p).c;
-        if self.half { c.next_multiple_of(self.vector()) } else { c }
+        if self.is_single() { c.next_multiple_of(self.vector()) } else { c }
     }
 
     /// Elements of 16 bytes.
     pub(super) fn vector(&self) -> usize {
-        if self.half { 8 } else { 4 }
+        self.factors.vector()
+    }
+
+    /// Terms of a step.
+    pub(super) fn step(&self) -> usize {
+        self.factors.step()
+    }
+
+    /// Bytes of a step: those of an output channel of the filter and, if it is one product, of a pixel.
+    pub(super) fn row_bytes(&self) -> usize {
+        if self.is_single() { 128 } else { 2 * self.step() * DType::F16.size() }
+    }
+
+    /// True if the kernel for y and a residual that are aligned, or not, takes a map of x. That of f16 and bf16 stores
+    /// single outputs in another order of pixels.
+    pub(super) fn has_map(&self, out_aligned: bool) -> bool {
+        self.maps && (out_aligned || self.factors == Factors::Tf32)
     }
 
     /// Blocks that a multiprocessor holds at a time.
@@ -215,7 +272,7 @@ impl Cut {
     }
 
     pub(super) fn stages(&self) -> usize {
-        match (self.half, self.block) {
+        match (self.is_single(), self.block) {
             (false, 64) => 4,
             (false, _) => 3,
             (true, 64) => 8 * 128 / self.pixels / self.resident(),
@@ -226,8 +283,8 @@ impl Cut {
 
     /// Blocks of a launch.
     pub(super) fn launched(&self, multiprocessors: u32, tiles: usize) -> usize {
-        // Blocks of f16/bf16 that share sums have one tile.
-        match self.half && self.parts > 1 {
+        // Blocks that share sums of one product have one tile.
+        match self.is_single() && self.parts > 1 {
             true => tiles * self.parts,
             false => {
                 tiles.min(self.resident() * clusters(multiprocessors, self.parts)) * self.parts
@@ -236,23 +293,17 @@ impl Cut {
     }
 }
 
-fn is_half(dtype: DType) -> bool {
-    match dtype {
-        DType::F32 => false,
-        DType::F16 | DType::BF16 | not_computed!() => true,
-    }
-}
-
 /// The possible divisions.
-pub(super) fn of_type(dtype: DType, maps: bool) -> impl Iterator<Item = Cut> {
-    let half = is_half(dtype);
+fn of_factors(factors: Factors, maps: bool) -> impl Iterator<Item = Cut> {
+    let maps = maps && factors != Factors::Split;
     let cut = move |block, parts| {
+        let cut = Cut { factors, maps, pixels: 128, block, parts };
         // What is gathered by threads comes more slowly than a small filter.
-        let pixels = if half && !maps && block == 64 && parts == 1 { 256 } else { 128 };
-        Cut { half, maps, pixels, block, parts }
+        let wide = cut.is_single() && !maps && block == 64 && parts == 1;
+        Cut { pixels: if wide { 256 } else { 128 }, ..cut }
     };
     let all = BLOCKS.into_iter().flat_map(move |block| PARTS.map(|parts| cut(block, parts)));
-    all.filter(|cut| cut.block < 256 || cut.half && cut.parts == 1)
+    all.filter(|cut| cut.block < 256 || cut.is_single() && cut.parts == 1)
 }
 
 /// The number of clusters of `parts` blocks that a GPU holds at a time. Some of its multiprocessors are in no whole
@@ -325,7 +376,7 @@ pub(super) fn stores_vectors(y: &TensorDesc, p: &Problem) -> bool {
     s[1] == 1 && p.k_group().is_multiple_of(vector) && [s[0], s[2], s[3]].iter().all(whole)
 }
 
-/// The places, for f16/bf16, of the first tap of the first output and of the first tap of the last output, the latter
+/// The places, in one product, of the first tap of the first output and of the first tap of the last output, the latter
 /// counted from the end of x, in w and h.
 pub(super) fn corners(p: &Problem) -> [[i64; 2]; 2] {
     let of = |d: usize, outputs: usize, size: usize| {
@@ -336,13 +387,13 @@ pub(super) fn corners(p: &Problem) -> [[i64; 2]; 2] {
     [[first_w, first_h], [last_w, last_h]]
 }
 
-/// True if the copy engine can load the taps of f16/bf16, from x or its copy, and outputs are vectors: it loads pixels
-/// in an order that single outputs cannot use.
+/// True if the copy engine can load the taps of one product, from x or its copy. f16 and bf16 need outputs that are
+/// vectors: it loads pixels in an order that single outputs cannot use.
 fn copy_engine_reads(spec: &Conv2dSpec, p: &Problem) -> bool {
     let reach = |taps: usize, d: usize| taps.saturating_sub(1).saturating_mul(p.dilation[d]);
-    is_half(spec.x.dtype)
-        && p.c_group().is_multiple_of(STEP)
-        && stores_vectors(&spec.y, p)
+    let factors = Factors::of(spec, true);
+    p.c_group().is_multiple_of(factors.step())
+        && (factors != Factors::Half || stores_vectors(&spec.y, p))
         && ![p.n, p.h, p.w, p.oh, p.ow, p.r, p.s].contains(&0)
         && corners(p).as_flattened().iter().all(|at| (-128..128).contains(at))
         && reach(p.r, 0) < 256
@@ -377,7 +428,8 @@ mod tests {
             ([2, 64, 8, 8], NCHW, 3, 1, true, Gather::Any),
         ] {
             let (spec, problem) = spec(&x, &order, &[8, x[1], taps, taps], padding);
-            let cut = Cut { half: false, maps: false, pixels: 128, block: 64, parts: 1 };
+            let factors = Factors::Split;
+            let cut = Cut { factors, maps: false, pixels: 128, block: 64, parts: 1 };
             assert_eq!(gather(&spec, &problem, cut, aligned), expected, "{x:?} {order:?} {taps}");
         }
     }

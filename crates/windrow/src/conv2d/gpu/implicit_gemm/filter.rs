@@ -1,11 +1,11 @@
 //! The packed filter of the product (`implicit_gemm_filter.cu`).
 
 use super::ImplicitGemm;
+use super::cut::{Cut, Factors};
 use super::product::FILTER_EXPONENT;
 use crate::conv2d::Problem;
 use crate::conv2d::gpu::prepared::{PackTo, Prepared};
 use crate::conv2d::gpu::{Divisor, Seen, kernel, source, strides};
-use crate::dtype::not_computed;
 use crate::gpu::{KernelSpec, Source, params};
 use crate::{DType, TensorDesc};
 
@@ -82,15 +82,16 @@ fn dense_weights(w: &TensorDesc, p: &Problem, frame: isize) -> usize {
 }
 
 /// Packs the filter of images or of a video.
-pub(super) fn filter_kernel(dtype: DType, block: usize, is_video: bool) -> KernelSpec {
+pub(super) fn filter_kernel(dtype: DType, cut: Cut, is_video: bool) -> KernelSpec {
     let filter = kernel(&FILTER, "implicit_gemm_filter", dtype)
-        .define("BLOCK_K", block)
+        .define("BLOCK_K", cut.block)
         .params::<FilterParams>();
     let filter = if is_video { filter.define("FRAMES", 1) } else { filter };
-    match dtype {
-        DType::F32 => filter
+    match cut.factors {
+        Factors::Split => filter
             .define("FILTER_EXPONENT", FILTER_EXPONENT)
             .define("SHRINKAGE", format!("{:?}f", SHRINKAGE as f32)),
-        DType::F16 | DType::BF16 | not_computed!() => filter,
+        Factors::Tf32 => filter.define("TF32", 1),
+        Factors::Half => filter,
     }
 }

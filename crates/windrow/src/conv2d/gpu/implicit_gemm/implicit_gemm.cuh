@@ -1,20 +1,22 @@
-// What the parts of implicit_gemm.cu and implicit_gemm_half.cu share: sizes, parameters, and which outputs a block computes.
+// What the parts of implicit_gemm.cu and implicit_gemm_single.cu share: sizes, parameters, and which outputs a block computes.
 
 #pragma once
 
 #include "conv2d.cuh"
 #include "hopper.cuh"
 
-#ifdef ELEMENT_F32
+// f32 in three products of f16 parts; else one product.
+constexpr bool IS_SPLIT = IS_F32 && !TF32;
+#if defined(ELEMENT_F32) && !TF32
 #define BLOCK_M 128   // output pixels of a block
 #define PRODUCERS 128 // threads that gather
 #endif
-constexpr int STEP_DEPTH = 64; // terms of a step
-constexpr int STEP_PRODUCTS = STEP_DEPTH / 16;
+constexpr int STEP_DEPTH = TF32 ? 32 : 64; // terms of a step
+constexpr int STEP_PRODUCTS = 4;
 constexpr int ROW_BYTES = STEP_DEPTH * sizeof(Element); // of a pixel
 constexpr int X_BYTES = BLOCK_M * ROW_BYTES;
-constexpr int PART_BYTES = 16 * BLOCK_K * 2; // one f16 part of 16 terms of the filter
-constexpr int W_BYTES = STEP_PRODUCTS * (IS_F32 ? 2 : 1) * PART_BYTES;
+constexpr int PART_BYTES = 32 * BLOCK_K; // of the filter, that a product multiplies
+constexpr int W_BYTES = STEP_PRODUCTS * (IS_SPLIT ? 2 : 1) * PART_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int CONSUMER_WARPS = 8;
 
@@ -22,7 +24,7 @@ constexpr int CONSUMER_WARPS = 8;
 #define ANY 0      // element by element
 #define CHANNELS 1 // vectors of four neighbouring channels
 #define PIXELS 2   // vectors of four neighbouring pixels: a filter of one tap, stride 1, no padding
-#define MAP 3      // by the copy engine, which knows where taps lie: 64 channels at a time
+#define MAP 3      // by the copy engine, which knows where taps lie: channels of a step at a time
 
 struct ImageParams : ConvShape {    // offsets within x, or a frame of it, fit 31 bits
     TensorMap map;                  // GATHER MAP: of x
@@ -32,7 +34,7 @@ struct ImageParams : ConvShape {    // offsets within x, or a frame of it, fit 3
     int r;                          // rows of the filter, of all its frames
     int group_c;                    // input channels of a group
     int unit_k;                     // output channels of a unit: groups that a block computes together, or one group
-    int steps;                      // ceil(c * r * s / 64), r as above
+    int steps;                      // ceil(c * r * s / STEP_DEPTH), r as above
     int tiles;                      // of BLOCK_M pixels and BLOCK_K channels
     Divisor image_pixels;           // oh * ow; or more, to fill up warps or blocks
     Divisor ow_by;
@@ -120,7 +122,7 @@ struct Pixel {
 };
 
 // The pixel of a block that a row of the product is. For f16/bf16, four neighbours are in one thread once blocks of
-// 8 x 8 sums are transposed (implicit_gemm_half.cu).
+// 8 x 8 sums are transposed (implicit_gemm_halves.cuh).
 __device__ __forceinline__ int pixel_of(int row) {
     return IS_F32 || GATHER == MAP ? row : (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1);
 }

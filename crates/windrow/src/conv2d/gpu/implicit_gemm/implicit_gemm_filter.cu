@@ -1,28 +1,29 @@
-// Packs a filter in the order in which implicit_gemm.cu and implicit_gemm_half.cu multiply it. A unit is one group, or
+// Packs a filter in the order in which implicit_gemm.cu and implicit_gemm_single.cu multiply it. A unit is one group, or
 // several groups that a block computes together. Terms are (r, s, c) with all input channels of the unit. They are zero
 // for input channels of other groups, and where k or the terms end.
 //
-// f32: [k block, step of 64 terms, 16 terms, part, 16 terms x BLOCK_K channels], the last two as 8 x 8 blocks of 128
+// f32 in three products: [k block, step of 64 terms, 16 terms, part, 16 terms x BLOCK_K channels], the last two as 8 x 8 blocks of 128
 // bytes. Each output channel is scaled by a power of two, so that f16 holds it, and split in a high and a low f16 part.
 // The low part also carries the factor by which tensor cores shrink sums.
 //
 // f16/bf16, as they are: [k block, step of 64 terms, BLOCK_K channels, 64 terms], terms 8 i to 8 i + 7 of row n
-// at i ^ n % 8.
+// at i ^ n % 8. f32 in one product, rounded to the nearest TF32: the same with steps of 32 terms, in fours.
 //
 // Output channels that have not changed since the filter was last packed are skipped.
 //
 // With FRAMES, r counts the rows of all frames of the filter.
 //
-// Constants: ELEMENT_*, BLOCK_K, FRAMES; for f32 FILTER_EXPONENT, SHRINKAGE.
+// Constants: ELEMENT_*, BLOCK_K, FRAMES, TF32; for f32 in three products FILTER_EXPONENT, SHRINKAGE.
 
 #include "conv2d.cuh"
 
-constexpr int STEP_DEPTH = 64;
+constexpr int STEP_DEPTH = 64; // terms of 16 bits of a step
+constexpr bool IS_SPLIT = IS_F32 && !TF32;
 
 struct Params {
     const Element* w;
     u16* packed;
-    float* inverse;         // [k], f32
+    float* inverse;         // [k], f32 in three products
     i64 w_k, w_c, w_r, w_s; // strides in elements, k and c within a group
     i64 w_group;
     Seen seen;
@@ -59,20 +60,20 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     [[maybe_unused]] u32 mine = 0;
     Digest digest;
     // In the order of memory, if the weights of an output channel are all that lies there: zeros between them change nothing.
-    const int looked_at = IS_F32 || p.seen.digests != nullptr ? (p.dense > 0 ? (exists ? p.dense : 0) : p.terms) : 0;
+    const int looked_at = IS_SPLIT || p.seen.digests != nullptr ? (p.dense > 0 ? (exists ? p.dense : 0) : p.terms) : 0;
 #pragma unroll 2
     for (int at = 4 * threadIdx.x; at < looked_at; at += 4 * blockDim.x) {
         Element v[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) v[i] = p.dense == 0 ? weight(at + i) : at + i < p.dense ? w[at + i] : from_float(0);
         if (p.seen.digests != nullptr) digest.add(p.seen, at, v);
-#ifdef ELEMENT_F32
+#if defined(ELEMENT_F32) && !TF32
 #pragma unroll
         for (int i = 0; i < 4; i++) mine = max(mine, finite_magnitude(v[i]));
 #endif
     }
     if (digest.is_known(p.seen, blockIdx.x)) return;
-#ifdef ELEMENT_F32
+#if defined(ELEMENT_F32) && !TF32
     const u32 max_bits = largest_of_block(mine);
     const float scale = power_of_two_scale(max_bits, FILTER_EXPONENT);
     // Without 2^FILTER_EXPONENT, which the epilogue undoes.
@@ -101,7 +102,12 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     for (int i = threadIdx.x; i < p.steps * 8; i += blockDim.x) {
         u32 v[4];
 #pragma unroll
-        for (int q = 0; q < 4; q++) v[q] = weight(8 * i + 2 * q) | static_cast<u32>(weight(8 * i + 2 * q + 1)) << 16;
+        for (int q = 0; q < 4; q++)
+#if TF32
+            v[q] = float_to_tf32(weight(4 * i + q));
+#else
+            v[q] = weight(8 * i + 2 * q) | static_cast<u32>(weight(8 * i + 2 * q + 1)) << 16;
+#endif
         const i64 row = (static_cast<i64>(block) * p.steps + i / 8) * BLOCK_K + n;
         *reinterpret_cast<uint4*>(p.packed + row * STEP_DEPTH + (i % 8 ^ n % 8) * 8) = make_uint4(v[0], v[1], v[2], v[3]);
     }

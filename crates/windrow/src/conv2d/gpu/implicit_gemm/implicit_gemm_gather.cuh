@@ -1,4 +1,4 @@
-// The gathering of implicit_gemm.cu and implicit_gemm_half.cu: terms of x go to shared memory, with zeros outside the
+// The gathering of implicit_gemm.cu and implicit_gemm_single.cu: terms of x go to shared memory, with zeros outside the
 // image and the sum.
 //
 // GATHER CHANNELS: a stage is [pixel][term], rows of chunks of 16 bytes. f32: the first and second half of odd rows are
@@ -293,7 +293,7 @@ __device__ __forceinline__ void produce(const Params& p, int thread, int2* rows,
             arrive_after_copies(barrier);
             ring.advance(STAGES);
         }
-#if SPLIT > 1 && defined(ELEMENT_F32)
+#if SPLIT > 1 && defined(ELEMENT_F32) // which is split here
         // A stage without terms, in which the blocks of the cluster find each other's sums.
         barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
         barrier_arrive(full + 8 * ring.slot);

@@ -1,6 +1,6 @@
 // The output of implicit_gemm.cu: from the sums in a thread's registers to y.
 
-#include "implicit_gemm.cuh"
+#include "implicit_gemm_floats.cuh"
 
 constexpr int SUMS = BLOCK_K / 2;    // of a thread
 constexpr int COLUMNS_J = BLOCK_K / 8; // groups of 8 columns of the product
@@ -26,52 +26,6 @@ struct Channels {
 // and the largest tap: their product is as large as outputs are.
 constexpr float SHRINK = 1.0f / (1u << (INPUT_EXPONENT + FILTER_EXPONENT));
 
-// A thread's rows of the product are these pixels.
-struct Rows {
-    float* y[2];
-    bool exists[2];
-
-    __device__ __forceinline__ Rows(const Params& p, int pixel) {
-#pragma unroll
-        for (int t = 0; t < 2; t++) {
-            exists[t] = has_pixel(p, pixel + 8 * t);
-            const Pixel at(p, exists[t] ? pixel + 8 * t : 0);
-            y[t] = p.y + at.image * p.y_n + at.row * p.y_h + at.column * p.y_w;
-        }
-    }
-};
-
-// What is added to the outputs that `store` stores together: loaded before any are stored, which the compiler would not let
-// a load pass.
-template <int J> struct Added {
-    float v[2][2 * J] = {}; // else registers would be kept for what no load sets
-
-    __device__ __forceinline__ void load(const Params& p, int j0, const Rows& rows, const Columns& columns, int q) {
-        if (!RESIDUAL) return;
-        const int k = columns.first + channel_of(q, j0, 0);
-#pragma unroll
-        for (int t = 0; t < 2; t++) {
-            if (!rows.exists[t]) continue;
-            const float* const from = beside(p.residual, p.y, rows.y[t]) + k * p.y_k;
-#if CHANNELS_LAST_OUT
-#pragma unroll
-            for (int i = 0; i < 2 * J; i += 4) {
-                if (k + i >= columns.end) continue;
-                constexpr int N = J == 1 ? 2 : 4;
-                Raw<T, N> raw;
-                raw.template load<N>(from + i);
-#pragma unroll
-                for (int l = 0; l < N; l++) v[t][i + l] = raw.get(l);
-            }
-#else
-#pragma unroll
-            for (int i = 0; i < 2 * J; i++)
-                if (k + i < columns.end) v[t][i] = from[i * p.y_k];
-#endif
-        }
-    }
-};
-
 // Stores the sums of columns j0 to j0 + J: 2 J neighbouring channels of two pixels, sum[4 j + 2 t + e] (hopper.cuh). True
 // if one is NaN.
 template <int J>
@@ -90,24 +44,7 @@ __device__ __forceinline__ bool store(const Params& p, const float* sum, const A
             v[i] = epilogue(RESIDUAL ? y + added.v[t][i] : y);
         }
         if (!rows.exists[t]) continue;
-#if CHANNELS_LAST_OUT
-        float* const to = rows.y[t] + k;
-#pragma unroll
-        for (int i = 0; i < 2 * J; i += 4) {
-            if (k + i >= columns.end) continue;
-            if constexpr (J == 1)
-                *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
-            else
-                *reinterpret_cast<float4*>(to + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
-        }
-#else
-        float* to = rows.y[t] + k * p.y_k;
-#pragma unroll
-        for (int i = 0; i < 2 * J; i++) {
-            if (k + i < columns.end) *to = v[i];
-            to += p.y_k;
-        }
-#endif
+        put<J>(p, v, rows.y[t], k, columns);
     }
     return is_nan;
 }

@@ -1,6 +1,6 @@
 //! Convolution as a matrix product whose im2col matrix is gathered on the fly, on the tensor cores of compute
-//! capability 9.0: f32 as three products of f16 parts (`implicit_gemm.cu`), f16/bf16 directly
-//! (`implicit_gemm_half.cu`).
+//! capability 9.0: f32 as three products of f16 parts (`implicit_gemm.cu`); in one product f16, bf16 and, at accuracy
+//! `Tf32` and `Half`, f32 (`implicit_gemm_single.cu`).
 
 mod cut;
 mod filter;
@@ -8,10 +8,9 @@ mod parameters;
 mod product;
 mod run;
 
-use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, gather, rows_lie_like};
+use self::cut::{BLOCKS, Cut, Factors, Gather, PARTS, gather, rows_lie_like};
 use self::filter::filter_kernel;
 use self::product::product;
-use super::facts::packed_parts;
 use super::input::{Input, copy_kernel, is_aligned};
 use super::method::{About, Method, Parameter, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
@@ -23,6 +22,9 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, Launch, Stream};
 use crate::try_once_lock::TryOnceLock;
 use crate::{Accuracy, DType, Error, Result};
+
+/// The relative error of a product of two operands that are rounded to TF32.
+const TF32_ROUNDINGS: f64 = 2.0 / (1 << 11) as f64;
 
 /// Rows and columns lie in half a word, with a row that stands for pixels that do not exist.
 const MAX_EXTENT: usize = 1 << 14;
@@ -36,15 +38,15 @@ pub(crate) struct ImplicitGemm {
     cut: Cut,
     /// As [`Cut::image_pixels`] gives it.
     image_pixels: usize,
-    /// The copy that f16/bf16 kernels read if the channels of x are not whole vectors, and the images of y of a launch that
-    /// reads it.
+    /// The copy that kernels of one product read if the channels of x are not whole vectors, and the images of y of a launch
+    /// that reads it.
     input: Option<Input>,
     images: usize,
     video: Option<VideoInput>,
     /// Elements from the filter of a group to that of the next.
     filter_group: isize,
     pack_filter: &'static Kernel,
-    /// The kernel for tensors at addresses aligned to 16 bytes (for f16/bf16: y and the residual), and the one for any.
+    /// The kernel for tensors at addresses aligned to 16 bytes (in one product: y and the residual), and the one for any.
     aligned: &'static Kernel,
     unaligned: TryOnceLock<&'static Kernel>,
 }
@@ -59,20 +61,23 @@ impl Method for ImplicitGemmMethod {
             domain: "computes f32, and f16 and bf16 in groups of whole vectors of channels, on compute capability 9.0",
             kernels: &[
                 "implicit_gemm.cu conv2d_implicit_gemm_f32 GATHER={0,1,2} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
-                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
-                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} BLOCK_K=256 SPLIT=1 sm_90",
-                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER=1 OUT={0,1,2} sm_90",
-                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER=3 OUT=1 sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f32,f16,bf16} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f32,f16,bf16} BLOCK_K=256 SPLIT=1 sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER=1 OUT={0,1,2} sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER=3 OUT=1 sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_f32 GATHER=3 OUT={0,1} sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 BLOCK_K={64,128} sm_90",
+                "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 TF32=1 BLOCK_K={64,128,256} sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f16,bf16} BLOCK_K={64,128,256} sm_90",
                 "implicit_gemm.cu conv2d_implicit_gemm_f32 GATHER={0,1,2} FRAMES=1 by:conv3d sm_90",
-                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER={1,3} FRAMES=1 by:conv3d sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER={1,3} FRAMES=1 by:conv3d sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_f32 GATHER=3 FRAMES=1 by:conv3d sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f32,f16,bf16} FRAMES=1 by:conv3d sm_90",
             ],
             parameters: &[
                 Parameter {
                     name: "block",
-                    values: "output channels of a block: 64, 128 or, of f16 and bf16, 256",
+                    values: "output channels of a block: 64, 128 or, in one product, 256",
                     is_valid: |block| BLOCKS.contains(&block),
                 },
                 Parameter {
@@ -101,8 +106,8 @@ impl Method for ImplicitGemmMethod {
             .fold(0, usize::saturating_add);
         let image = Cut::all(spec, p).map(|cut| cut.image_pixels(task)).max();
         let pixels = p.n.saturating_mul(image.unwrap_or(0));
-        let half = spec.x.dtype != DType::F32;
-        frames.is_none_or(|reads| half || rows_lie_like(&spec.x, &reads, p.groups))
+        let single = Cut::all(spec, p).all(|cut| cut.is_single());
+        frames.is_none_or(|reads| single || rows_lie_like(&spec.x, &reads, p.groups))
             && image.is_some()
             && ![p.c, p.k, p.frames.t].contains(&0)
             && near(p.h, 0, p.r)
@@ -126,11 +131,11 @@ impl Method for ImplicitGemmMethod {
 
     fn pair_bytes(&self, task: &Task<'_>) -> usize {
         let p = task.problem;
-        2 * p.frames.kt * p.r * p.s * packed_parts(task.spec)
+        p.frames.kt * p.r * p.s * task.spec.x.dtype.size()
     }
 
-    fn variants(&self, dtype: DType) -> Vec<Conv2dConfiguration> {
-        cut::of_type(dtype, false).map(|cut| cut.configuration()).collect()
+    fn variants(&self, spec: &Conv2dSpec, problem: &Problem) -> Vec<Conv2dConfiguration> {
+        Cut::all(spec, problem).map(|cut| cut.configuration()).collect()
     }
 
     fn complete(&self, task: &Task<'_>) -> Conv2dConfiguration {
@@ -156,19 +161,19 @@ impl ImplicitGemm {
         let Some((cut, _)) = Cut::choose(task) else {
             return Err(Error::unsupported(
                 format!("conv2d with {}", task.configuration),
-                "implicit_gemm has block (64, 128, of halves 256) and parts (1, 2, 4, 8)",
+                "implicit_gemm has block (64, 128, in one product 256) and parts (1, 2, 4, 8)",
             ));
         };
         // What is read: the images themselves, or the frames of a video.
         let x = frames.map_or(Ok(spec.x), |reads| reads.images(&spec.x))?;
         let video = match frames {
-            Some(reads) if cut.half => Some(VideoInput::new(gpu, (spec, problem), reads)?),
+            Some(reads) if cut.is_single() => Some(VideoInput::new(gpu, (spec, problem), reads)?),
             reads => reads.map(|reads| VideoInput { reads, initial: None }),
         };
         let spec = Conv2dSpec { x, ..spec.clone() };
         let aligned = product(&spec, problem, cut, true);
-        let pack_filter = filter_kernel(spec.x.dtype, cut.block, problem.is_video());
-        let [aligned, pack_filter] = match cut.half {
+        let pack_filter = filter_kernel(spec.x.dtype, cut, problem.is_video());
+        let [aligned, pack_filter] = match cut.is_single() {
             true => {
                 let copy = copy_kernel(spec.x.dtype, 1);
                 gpu.kernels([&aligned, &pack_filter, &copy])
@@ -178,7 +183,7 @@ impl ImplicitGemm {
         }?;
         let images = images_at_once(&spec, frames.as_ref(), None);
         let copied = frames.map_or(images, |reads| reads.copied(images));
-        let input = cut.half.then(|| Input::new(gpu, &spec, problem, copied)).transpose()?;
+        let input = cut.is_single().then(|| Input::new(gpu, &spec, problem, copied)).transpose()?;
         Ok(ImplicitGemm {
             gpu,
             spec,
@@ -196,12 +201,11 @@ impl ImplicitGemm {
     }
 
     fn filter_bytes(&self) -> usize {
-        let parts = if self.cut.half { 1 } else { 2 };
-        let halves = parts * STEP * self.cut.block * DType::F16.size();
-        self.cut.k_blocks(&self.problem) * self.cut.steps(&self.problem) * halves
+        let step = self.cut.block * self.cut.row_bytes();
+        self.cut.k_blocks(&self.problem) * self.cut.steps(&self.problem) * step
     }
 
-    /// True if the layout of x lets f16/bf16 kernels read it where it lies. Its address has to be aligned, too.
+    /// True if the layout of x lets kernels of one product read it where it lies. Its address has to be aligned, too.
     fn copies_nothing(&self, input: &Input) -> bool {
         input.in_place && self.problem.c.is_multiple_of(self.cut.vector())
     }
@@ -231,7 +235,7 @@ impl Prepared for ImplicitGemm {
     }
 
     fn packed_form(&self) -> PackedForm {
-        let products = if self.cut.half { 1 } else { 3 };
+        let products = if self.cut.is_single() { 1 } else { 3 };
         // That of a video is another one if it has one frame.
         let order = 2 * self.cut.block + usize::from(self.video.is_some());
         PackedForm::new("implicit_gemm", self.spec.x.dtype, products, order)
@@ -251,29 +255,34 @@ impl Prepared for ImplicitGemm {
         if in_place { 0 } else { self.scratch_bytes() }
     }
 
-    /// The tolerance. f16/bf16: tensor cores truncate each addition. f32: both operands carry 22 bits, and the product
-    /// of their low parts is left out. Then there are the accumulations of a step, which truncate, and the sums of
-    /// steps and parts.
+    /// The tolerance. In one product tensor cores truncate each addition, and TF32 rounds both operands. In three, both
+    /// operands carry 22 bits, and the product of their low parts is left out. Then there are the accumulations of a step,
+    /// which truncate, and the sums of steps and parts.
     fn tolerance(&self) -> f64 {
-        if self.cut.half {
-            return (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
+        if self.cut.is_single() {
+            let operands = if self.cut.factors == Factors::Tf32 { TF32_ROUNDINGS } else { 0.0 };
+            return operands + (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
         }
-        let accumulations = 2 * 3 * STEP / 16;
+        let accumulations = 2 * 3 * self.cut.step() / 16;
         let sums = accumulations + self.cut.steps(&self.problem) + self.cut.parts + 2;
         4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()
     }
 
     fn explain(&self) -> String {
-        let Cut { half, pixels, block, parts, .. } = self.cut;
+        let Cut { factors, pixels, block, parts, .. } = self.cut;
         let gathered = match (&self.input, gather(&self.spec, &self.problem, self.cut, true)) {
             (Some(input), _) if !self.copies_nothing(input) => "a copy in channels-last order",
             (_, Gather::Any) => "elements",
             (_, Gather::Pixels) => "vectors of pixels",
             (_, Gather::Channels | Gather::Map) => "vectors of channels",
         };
-        let products = if half { "one product" } else { "three products" };
+        let products = match factors {
+            Factors::Split => "three products of halves",
+            Factors::Tf32 => "one product of TF32",
+            Factors::Half => "one product of halves",
+        };
         format!(
-            "{products} of halves, {pixels} pixels x {block} channels of a block, sums in {parts} parts, {gathered} gathered"
+            "{products}, {pixels} pixels x {block} channels of a block, sums in {parts} parts, {gathered} gathered"
         )
     }
 
@@ -323,10 +332,12 @@ mod tests {
 
     #[test]
     fn kernels_compile_without_spills() {
-        let types = [DType::F32, DType::F16, DType::BF16];
-        let filters = types.map(|dtype| [false, true].map(|video| filter_kernel(dtype, 64, video)));
-        let mut kernels = filters.as_flattened().to_vec();
-        for dtype in [DType::F32, DType::F16] {
+        let mut kernels = Vec::new();
+        for (dtype, accuracy) in [
+            (DType::F32, Accuracy::Fp32),
+            (DType::F32, Accuracy::Tf32),
+            (DType::F16, Accuracy::Fp32),
+        ] {
             for (order, taps, padding) in
                 [(NCHW, 3, 1), (NCHW, 1, 0), (NHWC, 3, 1), (NHWC, 1, 0), (NCHW, 3, 0)]
             {
@@ -335,11 +346,19 @@ mod tests {
                 for desc in [&mut spec.x, &mut spec.w, &mut spec.y] {
                     desc.dtype = dtype;
                 }
-                for cut in Cut::all(&spec, &problem).filter(|cut| [1, 8].contains(&cut.parts)) {
-                    let residual = spec.clone().with_residual(true);
-                    kernels.extend([&spec, &residual].map(|s| product(s, &problem, cut, true)));
-                    let video = Problem { frames: FrameReads::EXAMPLE.frames, ..problem };
-                    kernels.push(product(&residual, &video, cut, true));
+                spec.accuracy = accuracy;
+                let video = Problem { frames: FrameReads::EXAMPLE.frames, ..problem };
+                for residual in [false, true] {
+                    let spec = spec.clone().with_residual(residual);
+                    let cuts = Cut::all(&spec, &problem);
+                    for cut in cuts.filter(|cut| [1, 8].contains(&cut.parts)) {
+                        kernels.push(product(&spec, &problem, cut, true));
+                        if residual {
+                            kernels.push(product(&spec, &video, cut, true));
+                        } else if taps == 3 {
+                            kernels.extend([false, true].map(|v| filter_kernel(dtype, cut, v)));
+                        }
+                    }
                 }
             }
         }

@@ -1,21 +1,27 @@
 //! The kernels of the product and the shape of their blocks.
 
-use super::cut::{Cut, Gather, STEP, gather, is_padded, stores_pixels, stores_vectors};
+use super::cut::{Cut, Factors, Gather, gather, is_padded, stores_pixels, stores_vectors};
 use super::parameters::{Params, VideoParams};
 use crate::DType;
 use crate::conv2d::gpu::{kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Feature, KernelSpec, Source};
 
-static PRODUCT: Source = source!(
+static SPLIT_PRODUCT: Source = source!(
     "implicit_gemm.cu",
     "implicit_gemm.cuh",
+    "implicit_gemm_floats.cuh",
     "implicit_gemm_gather.cuh",
     "implicit_gemm_output.cuh",
     "implicit_gemm_special.cuh"
 );
-static HALF_PRODUCT: Source =
-    source!("implicit_gemm_half.cu", "implicit_gemm.cuh", "implicit_gemm_gather.cuh");
+static SINGLE_PRODUCT: Source = source!(
+    "implicit_gemm_single.cu",
+    "implicit_gemm.cuh",
+    "implicit_gemm_floats.cuh",
+    "implicit_gemm_gather.cuh",
+    "implicit_gemm_halves.cuh"
+);
 
 /// The exponents of scaled operands, whose largest magnitudes are below 2^(exponent + 1): f16 holds 2^15, and pixels
 /// that come later may be larger than those that set the scale.
@@ -25,19 +31,19 @@ const CONSUMER_WARPS: usize = 8;
 
 /// The product for addresses aligned to 16 bytes, or any.
 pub(super) fn product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
-    match cut.half {
-        true => half_product(spec, p, cut, aligned),
-        false => f32_product(spec, p, cut, aligned),
+    match cut.is_single() {
+        true => single_product(spec, p, cut, aligned),
+        false => split_product(spec, p, cut, aligned),
     }
 }
 
-fn f32_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
-    let stage = STEP * (cut.pixels * size_of::<f32>() + cut.block * 2 * DType::F16.size());
+fn split_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
+    let stage = cut.step() * cut.pixels * size_of::<f32>() + cut.block * cut.row_bytes();
     let stages = cut.stages();
     // Behind the stages: rows of the tile, for each warp constants of its channels and a scale, barriers.
     let of_warps = CONSUMER_WARPS * (2 * cut.block * size_of::<f32>() + 16);
     let shared = stages * (stage + 16) + cut.pixels * 8 + of_warps + 16;
-    let product = with_epilogue(kernel(&PRODUCT, "implicit_gemm", DType::F32), spec)
+    let product = with_epilogue(kernel(&SPLIT_PRODUCT, "implicit_gemm", DType::F32), spec)
         .needs(Feature::WarpgroupProducts)
         .define("GATHER", gather(spec, p, cut, aligned) as i32)
         .define("PADDED", i32::from(is_padded(p)))
@@ -59,19 +65,22 @@ fn with_params(product: KernelSpec, p: &Problem) -> KernelSpec {
     }
 }
 
-fn half_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
-    let stage = STEP * (cut.pixels + cut.block) * DType::F16.size();
+fn single_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
+    let stage = (cut.pixels + cut.block) * cut.row_bytes();
     let stages = cut.stages();
     // Behind the stages: rows of the tile, for each warp the bias of its channels, barriers.
     let of_warps = CONSUMER_WARPS * cut.block * size_of::<f32>();
     let shared = stages * (stage + 16) + cut.pixels * 8 + of_warps;
+    let rounds = cut.factors == Factors::Tf32;
     let out = match aligned {
         true if stores_vectors(&spec.y, p) => 1,
-        true if stores_pixels(&spec.y) => 2,
+        true if stores_pixels(&spec.y) && !rounds => 2,
         _ => 0,
     };
-    let maps = cut.maps && aligned;
-    let product = with_epilogue(kernel(&HALF_PRODUCT, "implicit_gemm_half", spec.x.dtype), spec)
+    let maps = cut.has_map(aligned);
+    let product = kernel(&SINGLE_PRODUCT, "implicit_gemm_single", spec.x.dtype);
+    let product = if rounds { product.define("TF32", 1) } else { product };
+    let product = with_epilogue(product, spec)
         .needs(Feature::WarpgroupProducts)
         .define("GATHER", if maps { Gather::Map } else { Gather::Channels } as i32)
         .define("PADDED", i32::from(is_padded(p)))
@@ -86,7 +95,7 @@ fn half_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Kern
     with_params(product, p)
 }
 
-/// The threads of a block of the product for f16/bf16 with a map of x.
+/// The threads of a block, of one product with a map of x or without.
 pub(super) fn threads(maps: bool) -> usize {
     32 * CONSUMER_WARPS + producers(maps)
 }

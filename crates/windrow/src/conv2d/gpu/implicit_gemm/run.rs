@@ -1,6 +1,6 @@
 //! The launches of the product, over images or over the frames of a video.
 
-use super::cut::{corners, lies_like};
+use super::cut::{Factors, corners, lies_like};
 use super::parameters::{Params, VideoParams};
 use super::product::threads;
 use super::{ImplicitGemm, Input};
@@ -50,7 +50,7 @@ impl ImplicitGemm {
             // SAFETY: the caller's promise.
             return unsafe { self.launch(stream, kernel, packed, operands, x) };
         };
-        let maps = self.cut.maps && out_aligned;
+        let maps = self.cut.has_map(out_aligned);
         let kernel = self.kernel(out_aligned)?;
         if self.copies_nothing(input) && is_aligned(operands.x) {
             let x = Images { n, strides: strides_of_x, maps, video: None };
@@ -86,7 +86,7 @@ impl ImplicitGemm {
         let in_place = self.reads_in_place(video, operands.x, operands.initial);
         let (kernel, maps) = match &self.input {
             None => (self.kernel(in_place && out_aligned)?, false),
-            Some(_) => (self.kernel(out_aligned)?, self.cut.maps && out_aligned),
+            Some(_) => (self.kernel(out_aligned)?, self.cut.has_map(out_aligned)),
         };
         let copied = self.input.as_ref().filter(|_| !in_place);
         let images = if copied.is_some() { self.images } else { n };
@@ -121,7 +121,7 @@ impl ImplicitGemm {
         Ok(())
     }
 
-    /// True if x and the initial frames at these addresses are read where they lie, in f32 by vectors.
+    /// True if x and the initial frames at these addresses are read where they lie, in three products by vectors.
     pub(super) fn reads_in_place(
         &self,
         video: &VideoInput,
@@ -228,6 +228,8 @@ impl ImplicitGemm {
             last,
             step: [p.stride[1] as u32, p.stride[0] as u32],
             pixels: self.cut.pixels,
+            channels: self.cut.step(),
+            tf32: self.cut.factors == Factors::Tf32,
         };
         TensorMap::of_pixels(self.gpu, &pixels)
     }

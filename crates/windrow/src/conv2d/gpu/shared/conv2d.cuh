@@ -9,9 +9,16 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+#ifndef TF32
+#define TF32 0 // 1: f32 is multiplied as TF32
+#endif
 #if defined(ELEMENT_F32)
 typedef F32 T;
+#if TF32
+#define MMA_TYPE "tf32"
+#else
 #define MMA_TYPE "f16" // of split operands
+#endif
 #elif defined(ELEMENT_F16)
 typedef F16 T;
 #define MMA_TYPE "f16"

@@ -56,6 +56,15 @@ __device__ __forceinline__ void copy_pixels(u32 to, const TensorMap* map, u32 ba
 
 // ---- wgmma ----
 
+// The terms of a product: 32 bytes of them. Only operands of 16 bits may have columns side by side.
+#if TF32
+#define MMA_DEPTH "k8"
+#define MMA_TURNED(operands) ""
+#else
+#define MMA_DEPTH "k16"
+#define MMA_TURNED(operands) ", " operands ", " operands
+#endif
+
 template <int REGISTERS> __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
@@ -98,7 +107,7 @@ __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], const u32 (&a)[4
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPE "." MMA_TYPE " "
+        "wgmma.mma_async.sync.aligned.m64n64" MMA_DEPTH ".f32." MMA_TYPE "." MMA_TYPE " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
         "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n"
@@ -118,7 +127,7 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], const u32 (&a)[
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." MMA_TYPE "." MMA_TYPE " "
+        "wgmma.mma_async.sync.aligned.m64n128" MMA_DEPTH ".f32." MMA_TYPE "." MMA_TYPE " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -149,8 +158,8 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const u32 (&a)[4], u64 b, 
 
 // ---- wgmma, both operands in shared memory ----
 
-// Descriptor of a matrix in rows of 64 elements of f16/bf16, 128 bytes of shared memory each, swizzled: 16 bytes i of
-// row r lie at i ^ r % 8. Rows begin at a multiple of 1024; `address` may be 16 terms further on, or 32, or 48.
+// Descriptor of a matrix in rows of 128 bytes of shared memory (64 elements of f16/bf16, 32 of f32), swizzled: 16 bytes i
+// of row r lie at i ^ r % 8. Rows begin at a multiple of 1024; `address` may be 32 bytes further on, or 64, or 96.
 __device__ __forceinline__ u64 swizzled_descriptor(u32 address) {
     return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }
@@ -162,10 +171,10 @@ __device__ __forceinline__ void wgmma_shared(float (&d)[32], u64 a, u64 b, int a
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPE "." MMA_TYPE " "
+        "wgmma.mma_async.sync.aligned.m64n64" MMA_DEPTH ".f32." MMA_TYPE "." MMA_TYPE " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, p, 1, 1, %35, %35;\n"
+        "%32, %33, p, 1, 1" MMA_TURNED("%35") ";\n"
         "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -180,12 +189,12 @@ __device__ __forceinline__ void wgmma_shared(float (&d)[64], u64 a, u64 b, int a
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." MMA_TYPE "." MMA_TYPE " "
+        "wgmma.mma_async.sync.aligned.m64n128" MMA_DEPTH ".f32." MMA_TYPE "." MMA_TYPE " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1, %67, %67;\n"
+        "%64, %65, p, 1, 1" MMA_TURNED("%67") ";\n"
         "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -203,7 +212,7 @@ __device__ __forceinline__ void wgmma(float (&d)[128], u64 a, u64 b, int accumul
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." MMA_TYPE "." MMA_TYPE " "
+        "wgmma.mma_async.sync.aligned.m64n256" MMA_DEPTH ".f32." MMA_TYPE "." MMA_TYPE " "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -212,7 +221,7 @@ __device__ __forceinline__ void wgmma(float (&d)[128], u64 a, u64 b, int accumul
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
         "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
         "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, p, 1, 1, 0, 0;\n"
+        "%128, %129, p, 1, 1" MMA_TURNED("0") ";\n"
         "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),

@@ -29,7 +29,7 @@ pub(crate) struct Input {
     copy_vectors: Option<&'static Kernel>,
     /// Images that are copied at a time.
     images: usize,
-    /// f32: for x in place.
+    /// For x in place.
     image_max: Option<ImageMax>,
 }
 
@@ -67,10 +67,15 @@ impl Input {
             images,
             copy: copy(1)?,
             copy_vectors: pixels_are_vectors(spec).then(|| copy(VECTOR)).transpose()?,
-            image_max: (in_place && dtype == DType::F32)
-                .then(|| ImageMax::new(gpu, &spec.x))
-                .transpose()?,
+            image_max: None,
         })
+    }
+
+    /// Finds the largest magnitudes of images that are read in place, too: those of f32 are scaled by them.
+    pub(crate) fn with_max(self, gpu: &'static Gpu) -> Result<Self> {
+        let finds = self.in_place && self.spec.x.dtype == DType::F32;
+        let image_max = finds.then(|| ImageMax::new(gpu, &self.spec.x)).transpose()?;
+        Ok(Input { image_max, ..self })
     }
 
     /// Channels of the copy.
@@ -93,10 +98,12 @@ impl Input {
         self.images * image_bytes(&self.spec)
     }
 
-    /// Copies `n` images to channels-last order; for f32 their largest magnitudes go to `x_max`.
+    /// Copies `n` images to channels-last order; for f32 their largest magnitudes go to `x_max` unless
+    /// it is null.
     ///
     /// # Safety
-    /// `x` must be images of the spec's layout, `out` memory for their copy, `x_max` `n` words for f32.
+    /// `x` must be images of the spec's layout, `out` memory for their copy, `x_max` `n` words for f32
+    /// or null.
     pub(crate) unsafe fn copy(
         &self,
         stream: &Stream,
@@ -107,7 +114,7 @@ impl Input {
     ) -> Result<()> {
         let p = &self.problem;
         let size = self.spec.x.dtype.size();
-        if self.spec.x.dtype == DType::F32 {
+        if self.spec.x.dtype == DType::F32 && !x_max.is_null() {
             // SAFETY: the caller's promise.
             unsafe { stream.zero(x_max, n * size_of::<u32>())? };
         }

@@ -1,7 +1,7 @@
 // Copies images of any strides into a channels-last buffer [n, h, w, c_out] whose channels are a whole number of
 // 16-byte vectors, with zeros beyond c. The copy engine of winograd_row.cu can read it.
 //
-// f32: also finds the largest finite magnitude of each image, for the scale of split operands.
+// f32: also finds the largest finite magnitude of each image, for the scale of split operands, if that is asked for.
 //
 // Constants: ELEMENT_*, VECTOR: 4 if the pixels of a channel are contiguous and can be read in aligned fours, otherwise
 // 1.
@@ -11,7 +11,7 @@
 struct Params {
     const Element* x;
     Element* out;
-    u32* x_max;             // [n], zeroed before (f32)
+    u32* x_max;             // [n], zeroed before (f32); or null
     i64 x_n, x_c, x_h, x_w; // strides in elements
     int n, c, h, w;
     int c_out;              // channels of the buffer
@@ -67,7 +67,7 @@ extern "C" __global__ __launch_bounds__(CHUNKS * LANES) void KERNEL(const __grid
         for (int c = 0; c < CHANNELS; c++)
 #pragma unroll
             for (int i = 0; i < PIXELS; i++) largest = max(largest, finite_magnitude(v[c][i]));
-        store_largest(p.x_max + image, largest);
+        if (p.x_max != nullptr) store_largest(p.x_max + image, largest);
 #endif
     }
     __syncthreads();

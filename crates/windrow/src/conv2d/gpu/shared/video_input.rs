@@ -53,6 +53,12 @@ impl VideoInput {
         Ok(VideoInput { reads, initial: initial.transpose()? })
     }
 
+    /// As [`Input::with_max`], for initial frames.
+    pub(crate) fn with_max(self, gpu: &'static Gpu) -> Result<Self> {
+        let initial = self.initial.map(|input| input.with_max(gpu)).transpose()?;
+        Ok(VideoInput { initial, ..self })
+    }
+
     /// Bytes of the copy of the initial frames.
     pub(crate) fn copy_bytes(&self) -> usize {
         self.initial.as_ref().map_or(0, Input::copy_bytes)

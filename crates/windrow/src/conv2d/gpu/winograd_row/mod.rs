@@ -199,7 +199,8 @@ impl WinogradRow {
     fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
         let Task { spec, problem, frames, .. } = *task;
         let sizes = Sizes::new(task);
-        let video = frames.map(|reads| VideoInput::new(gpu, (spec, problem), reads)).transpose()?;
+        let input = |reads| VideoInput::new(gpu, (spec, problem), reads)?.with_max(gpu);
+        let video = frames.map(input).transpose()?;
         // What is read: the images themselves, or the frames of a video.
         let x = frames.map_or(Ok(spec.x), |reads| reads.images(&spec.x))?;
         let read = &Conv2dSpec { x, ..spec.clone() };
@@ -216,7 +217,7 @@ impl WinogradRow {
             problem: *problem,
             sizes,
             images,
-            input: Input::new(gpu, read, problem, sizes.copied(images))?,
+            input: Input::new(gpu, read, problem, sizes.copied(images))?.with_max(gpu)?,
             frame_max: (video.is_some() && spec.x.dtype == DType::F32)
                 .then(|| FrameMax::new(gpu))
                 .transpose()?,

@@ -1,149 +1,67 @@
-// Like implicit_gemm.cu, but for f16 and bf16: one product, both operands in shared memory, sums in f32 and one
-// rounding.
+// Like implicit_gemm.cu, but in one product: of f16 and bf16, and of f32 that is rounded to TF32. Both operands are in
+// shared memory, sums are f32 and rounded once.
 //
-// A stage is 64 terms of a block's pixels and output channels, both in rows of 128 bytes that are swizzled as wgmma
-// requires. x is channels-last with whole vectors of channels.
+// A stage is 64 terms of a block's pixels and output channels, of f32 32, both in rows of 128 bytes that are swizzled as
+// wgmma requires. x is channels-last with whole vectors of channels. The copy engine rounds f32 on its way.
 //
-// A block has two consumer warpgroups, which multiply half of its pixels by all of its channels, and producers. SPLIT blocks of a cluster share the terms of a tile; then a block has one tile.
+// A block has two consumer warpgroups, which multiply half of its pixels by all of its channels, and producers. SPLIT
+// blocks of a cluster share the terms of a tile; then a block has one tile.
 //
-// Constants: ELEMENT_F16 or ELEMENT_BF16; EPILOGUE; RESIDUAL; FRAMES; GATHER 1 or 3; PADDED 0 or 1: taps may be outside the
-// image; BLOCK_M 128 or 256; BLOCK_K 64, 128 or 256; SPLIT 1, 2, 4 or 8; STAGES; RESIDENT blocks of a multiprocessor;
-// PRODUCERS 128 or, for GATHER 3, 32; OUT (see `Place`).
+// Constants: ELEMENT_F16 or ELEMENT_BF16, or ELEMENT_F32 with TF32; EPILOGUE; RESIDUAL; FRAMES; GATHER 1 or 3, of f32 3;
+// PADDED 0 or 1: taps may be outside the image; BLOCK_M 128 or 256; BLOCK_K 64, 128 or 256; SPLIT 1, 2, 4 or 8; STAGES;
+// RESIDENT blocks of a multiprocessor; PRODUCERS 128 or, for GATHER 3, 32; OUT, as below.
 
 #include "implicit_gemm_gather.cuh"
 
 constexpr int M_TILES = BLOCK_M / 128; // of 64 pixels, of a consumer
 constexpr int SUMS = BLOCK_K / 2;      // of a thread and tile
 constexpr int COLUMNS_J = BLOCK_K / 8; // groups of 8 columns of the product
-constexpr int SHARE = COLUMNS_J / SPLIT, STORE_J = SHARE < 4 ? SHARE : 4; // of them that a block stores, and at a time
+constexpr int SHARE = COLUMNS_J / SPLIT; // of them that a block stores
+constexpr int STORE_MOST = TF32 ? 2 : 4, STORE_J = SHARE < STORE_MOST ? SHARE : STORE_MOST; // and at a time: 16 bytes
 constexpr int STORES = SHARE / STORE_J;
 // There are registers for the residual in addition to the sums: 168 if no warpgroup gives any away.
 constexpr bool ADDS_EARLY = RESIDUAL && (PRODUCERS == 128 || BLOCK_K < 256), ADDS_LATE = RESIDUAL && !ADDS_EARLY;
 
-// How y is stored: elements of any strides; vectors of eight channels; vectors of four pixels.
+// How y is stored: elements of any strides; vectors of channels; for f16/bf16 vectors of four pixels.
 #define ELEMENTS 0
 #define CHANNEL_VECTORS 1
 #define PIXEL_VECTORS 2
 
-// A thread's pixels of a tile of 64: where their outputs lie.
-struct Place {
-#if OUT == CHANNEL_VECTORS
-    static constexpr int COUNT = 2; // rows lane / 4 and 8 more of the product
-#elif OUT == PIXEL_VECTORS
-    static constexpr int COUNT = 1; // the first of four
-#else
-    static constexpr int COUNT = 4;
-#endif
-    Element* y[COUNT]; // null where there is no pixel
+#if TF32
+#define CHANNELS_LAST_OUT (OUT == CHANNEL_VECTORS)
+#include "implicit_gemm_floats.cuh"
 
-    __device__ __forceinline__ Place(const Params& p, int row, int lane) {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const int pixel = OUT == CHANNEL_VECTORS ? pixel_of(row + lane / 4 + 8 * i) : row + lane % 4 * 4 + i;
-            const bool exists = has_pixel(p, pixel);
-            const Pixel at(p, exists ? pixel : 0);
-            y[i] = exists ? p.y + (at.image * p.y_n + at.row * p.y_h + at.column * p.y_w) : nullptr;
-        }
-    }
+// A thread's pixels of a tile of 64.
+struct Place : Rows {
+    __device__ __forceinline__ Place(const Params& p, int row, int lane) : Rows(p, row + lane / 4) {}
 };
 
-// Transposes a block of 8 x 8 elements, of which a lane has two neighbours of row lane / 4.
-__device__ __forceinline__ u32 turned(u32 v) {
-    u32 w;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(w) : "r"(v));
-    return w;
-}
-
-// What is added to the outputs that `store` stores together, as it lies in memory: two words for each group of columns.
-struct Added {
-    u32 words[STORE_J][2] = {}; // else registers would be kept for what no load sets
-
+// What is added to the outputs that `store` stores together.
+struct Additions : Added<STORE_J> {
     __device__ __forceinline__ void load(const Params& p, int j0, const Place& place, const Columns& columns, int lane) {
-        if (!RESIDUAL) return;
-        const int group = rank_in_cluster() * SHARE + j0;
-#if OUT == CHANNEL_VECTORS
-        const int k = columns.first + channel_of(lane % 4, group, 0);
-#pragma unroll
-        for (int t = 0; t < 2; t++) {
-            if (k >= columns.end || place.y[t] == nullptr) continue;
-            Raw<T, 2 * STORE_J> all;
-            all.template load<2 * STORE_J>(beside(p.residual, p.y, place.y[t]) + k);
-#pragma unroll
-            for (int j = 0; j < STORE_J; j++) words[j][t] = all.words[j];
-        }
-#else
-#pragma unroll
-        for (int j = 0; j < STORE_J; j++) {
-            const int k = columns.first + channel_of(lane / 8, group + j, lane / 4 % 2);
-            if (k >= columns.end) continue;
-            const i64 channel = k * p.y_k;
-#if OUT == PIXEL_VECTORS
-            if (place.y[0] == nullptr) continue;
-            const uint2 v = *reinterpret_cast<const uint2*>(beside(p.residual, p.y, place.y[0]) + channel);
-            words[j][0] = v.x, words[j][1] = v.y;
-#else
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (place.y[i] != nullptr)
-                    words[j][i / 2] |= static_cast<u32>(beside(p.residual, p.y, place.y[i])[channel]) << (16 * (i % 2));
-#endif
-        }
-#endif
-    }
-
-    // Of channels e = 0, 1 of column group j and row t of the product.
-    __device__ __forceinline__ float2 at(int j, int t) const {
-        const u32 word = OUT == CHANNEL_VECTORS ? words[j][t] : turned(words[j][t]);
-        return make_float2(to_float(static_cast<Element>(word)), to_float(static_cast<Element>(word >> 16)));
+        Added<STORE_J>::load(p, rank_in_cluster() * SHARE + j0, place, columns, lane % 4);
     }
 };
 
 // Stores the sums of column groups j0 to j0 + STORE_J of a block's share of a tile, sum[4 j + 2 t + e] (hopper.cuh).
-__device__ __forceinline__ void store(const Params& p, const float* sum, const Added& added, int j0, const Place& place,
+__device__ __forceinline__ void store(const Params& p, const float* sum, const Additions& added, int j0, const Place& place,
                                       const Columns& columns, int lane, const float* bias) {
     constexpr int J = STORE_J;
-    const int group = rank_in_cluster() * SHARE + j0, first = channel_of(lane % 4, group, 0);
-    u32 v[2][J];
-#pragma unroll
-    for (int j = 0; j < J; j++) {
-#pragma unroll
-        for (int t = 0; t < 2; t++) {
-            const float* const s = sum + 4 * j + 2 * t;
-            float2 y = make_float2(s[0] + bias[first + 2 * j], s[1] + bias[first + 2 * j + 1]);
-            if (RESIDUAL) {
-                const float2 more = added.at(j, t);
-                y = make_float2(y.x + more.x, y.y + more.y);
-            }
-            v[t][j] = T::pack(epilogue(y.x), epilogue(y.y));
-        }
-    }
-#if OUT == CHANNEL_VECTORS
-    const int k = columns.first + first;
+    const int first = channel_of(lane % 4, rank_in_cluster() * SHARE + j0, 0);
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-        if (k >= columns.end || place.y[t] == nullptr) continue;
-        Raw<T, 2 * J> all;
+        float v[2 * J];
 #pragma unroll
-        for (int j = 0; j < J; j++) all.words[j] = v[t][j];
-        all.template store<2 * J>(place.y[t] + k);
+        for (int i = 0; i < 2 * J; i++) {
+            const float y = sum[4 * (i / 2) + 2 * t + i % 2] + bias[first + i];
+            v[i] = epilogue(RESIDUAL ? y + added.v[t][i] : y);
+        }
+        if (place.exists[t]) put<J>(p, v, place.y[t], columns.first + first, columns);
     }
-#else
-#pragma unroll
-    for (int j = 0; j < J; j++) {
-        const u32 words[2] = {turned(v[0][j]), turned(v[1][j])};
-        const int k = columns.first + channel_of(lane / 8, group + j, lane / 4 % 2);
-        if (k >= columns.end) continue;
-        const i64 channel = k * p.y_k;
-#if OUT == PIXEL_VECTORS
-        if (place.y[0] != nullptr) *reinterpret_cast<uint2*>(place.y[0] + channel) = make_uint2(words[0], words[1]);
-#else
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (place.y[i] != nullptr) place.y[i][channel] = static_cast<Element>(words[i / 2] >> (16 * (i % 2)));
-#endif
-    }
-#endif
 }
+#else
+#include "implicit_gemm_halves.cuh"
+#endif
 
 struct Consumer {
     const Params& p;
@@ -191,7 +109,7 @@ struct Consumer {
 
     // Adds up the sums of a cluster's blocks, in the order of the blocks, and stores them: each block a share of the columns.
     // The ring, which is empty by now, holds the sums of a block.
-    __device__ __forceinline__ void exchange(const Added (&added)[M_TILES][STORES], int row, const Columns& columns, int thread,
+    __device__ __forceinline__ void exchange(const Additions (&added)[M_TILES][STORES], int row, const Columns& columns, int thread,
                                              const float* bias) {
         constexpr int J = STORE_J;
         const int rank = rank_in_cluster();
@@ -246,7 +164,7 @@ __device__ __forceinline__ void consume(const Params& p, int thread, u32 stages,
         }
         k_loaded = k_block;
         const int row = m_block * BLOCK_M + group * M_TILES * 64 + 16 * warp;
-        Added added[M_TILES][STORES];
+        Additions added[M_TILES][STORES];
         if (ADDS_LATE) prefetch_residual<OUT == CHANNEL_VECTORS>(p, m_block * BLOCK_M, columns, thread);
 #pragma unroll
         for (int i = 0; i < M_TILES * STORES; i++)
@@ -265,7 +183,7 @@ __device__ __forceinline__ void consume(const Params& p, int thread, u32 stages,
                 // first sums leave no registers for them.
                 if (ADDS_LATE && i < 2) added[m][i].load(p, i * STORE_J, place, columns, lane);
                 if (ADDS_LATE && i > 0 && i + 1 < STORES) added[m][i + 1].load(p, (i + 1) * STORE_J, place, columns, lane);
-                store(p, consumer.sum[m] + 16 * i, added[m][i], i * STORE_J, place, columns, lane, bias);
+                store(p, consumer.sum[m] + 4 * STORE_J * i, added[m][i], i * STORE_J, place, columns, lane, bias);
             }
         }
 #endif
