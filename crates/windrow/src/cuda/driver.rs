@@ -121,6 +121,11 @@ library! {
     fn cuModuleLoadData(module: *mut Handle, image: *const c_void);
     fn cuModuleGetFunction(function: *mut Handle, module: Handle, name: *const c_char);
     fn cuFuncSetAttribute(function: Handle, attribute: c_int, value: c_int);
+    fn cuOccupancyMaxActiveClusters(
+        count: *mut c_int,
+        function: Handle,
+        config: *const LaunchConfig,
+    );
     fn cuLaunchKernelEx(
         config: *const LaunchConfig,
         function: Handle,

@@ -182,6 +182,23 @@ impl Runtime for Cuda {
         Ok(function)
     }
 
+    unsafe fn resident_clusters(&self, function: Function, size: Launch) -> Outcome<usize> {
+        let config = LaunchConfig {
+            grid: size.grid,
+            block: size.block,
+            shared_bytes: function.shared_bytes,
+            stream: null_mut(),
+            attributes: null_mut(),
+            attribute_count: 0,
+        };
+        let mut count = 0;
+        // SAFETY: the function is alive, says the caller; the call writes one number.
+        unsafe {
+            self.driver.cuOccupancyMaxActiveClusters(&mut count, function.handle, &config)?;
+        }
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
     unsafe fn launch(
         &self,
         function: Function,

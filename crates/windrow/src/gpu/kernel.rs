@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use std::hash::Hash;
 use std::path::Path;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, RwLock};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, OnceLock, RwLock};
 
 /// A kernel loaded onto a device. It lives as long as the process.
 #[derive(Debug)]
@@ -19,6 +19,8 @@ pub(crate) struct Kernel {
     /// The spec of the kernel and its number of launches, for `windrow verify`.
     spec: KernelSpec,
     launches: AtomicU64,
+    /// What [`Kernel::clusters`] found.
+    clusters: OnceLock<usize>,
 }
 
 // SAFETY: a function handle may be used from any thread.
@@ -163,7 +165,8 @@ impl Gpu {
             shared_bytes: spec.shared_bytes,
             overlapped: spec.overlapped && self.has(Feature::OverlappedLaunches),
         };
-        Ok(Kernel { function, gpu: self, spec: spec.clone(), launches: AtomicU64::new(0) })
+        let (launches, clusters) = (AtomicU64::new(0), OnceLock::new());
+        Ok(Kernel { function, gpu: self, spec: spec.clone(), launches, clusters })
     }
 
     /// The kernels that were launched, and how often.
@@ -227,6 +230,25 @@ impl Kernel {
             kernels.launched.lock().unwrap_or_else(|e| e.into_inner()).push(self);
         }
         Ok(())
+    }
+
+    /// The number of clusters that the device holds at a time, of a kernel that has clusters of `blocks` blocks of
+    /// `threads` threads; at least 1. It differs between GPUs of one kind, whose groups of multiprocessors differ.
+    ///
+    /// # Errors
+    /// [`Error::Backend`](crate::Error::Backend).
+    pub(crate) fn clusters(&'static self, blocks: usize, threads: usize) -> Result<usize> {
+        if let Some(&found) = self.clusters.get() {
+            return Ok(found);
+        }
+        let _current = self.gpu.enter()?;
+        let launch = Launch::line(blocks, threads);
+        // SAFETY: the function is loaded on the current device.
+        let found = unsafe { self.gpu.runtime.resident_clusters(self.function, launch) };
+        let found = found.map_err(|failure| {
+            failure.of(format_args!("kernel `{}`", self.spec.entry), self.gpu.device())
+        })?;
+        Ok(*self.clusters.get_or_init(|| found.max(1)))
     }
 
     /// The device on which the kernel is loaded.

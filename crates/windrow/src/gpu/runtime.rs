@@ -195,6 +195,9 @@ pub(crate) trait Runtime: Common + Debug + Send + Sync {
     fn compile(&self, spec: &KernelSpec, options: &[String]) -> Result<Vec<u8>>;
     /// The entry point of an image, allowed to use `shared_bytes` of dynamic shared memory.
     unsafe fn load(&self, image: &[u8], entry: &str, shared_bytes: u32) -> Outcome<Handle>;
+    /// The number of clusters of such a launch that the device holds at a time. A kernel without clusters has one of each
+    /// block.
+    unsafe fn resident_clusters(&self, function: Function, size: Launch) -> Outcome<usize>;
     /// Launches a kernel on its one argument, the structure at `params`.
     unsafe fn launch(
         &self,

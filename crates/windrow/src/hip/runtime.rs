@@ -208,6 +208,11 @@ impl Runtime for Hip {
         unsafe { self.entry_point(image, entry) }
     }
 
+    /// HIP has no clusters, and its blocks are held by a number that nothing asks for.
+    unsafe fn resident_clusters(&self, _: Function, size: Launch) -> Outcome<usize> {
+        Ok(size.grid[0] as usize)
+    }
+
     unsafe fn launch(
         &self,
         function: Function,

@@ -281,14 +281,12 @@ impl Cut {
         }
     }
 
-    /// Blocks of a launch.
-    pub(super) fn launched(&self, multiprocessors: u32, tiles: usize) -> usize {
+    /// Blocks of a launch on a GPU that holds so many clusters at a time.
+    pub(super) fn launched(&self, clusters: usize, tiles: usize) -> usize {
         // Blocks that share sums of one product have one tile.
         match self.is_single() && self.parts > 1 {
             true => tiles * self.parts,
-            false => {
-                tiles.min(self.resident() * clusters(multiprocessors, self.parts)) * self.parts
-            }
+            false => tiles.min(self.resident() * clusters) * self.parts,
         }
     }
 }
@@ -306,9 +304,9 @@ fn of_factors(factors: Factors, maps: bool) -> impl Iterator<Item = Cut> {
     all.filter(|cut| cut.block < 256 || cut.is_single() && cut.parts == 1)
 }
 
-/// The number of clusters of `parts` blocks that a GPU holds at a time. Some of its multiprocessors are in no whole
+/// The number of clusters of `parts` blocks that most GPUs hold at a time. Some of their multiprocessors are in no whole
 /// cluster.
-pub(super) fn clusters(multiprocessors: u32, parts: usize) -> usize {
+fn clusters(multiprocessors: u32, parts: usize) -> usize {
     let whole = multiprocessors as usize / parts;
     let lost = match parts {
         1 | 2 => 0,

@@ -198,8 +198,13 @@ impl ImplicitGemm {
             c: Divisor::new(self.cut.term_channels(p)),
             s: Divisor::new(p.s),
         };
-        let blocks = self.cut.launched(self.gpu.info.multiprocessors, tiles);
-        let launch = Launch::line(blocks, threads(x.maps));
+        let threads = threads(x.maps);
+        // Blocks stay for all tiles. A cluster for which there is no room would begin when the others have ended.
+        let clusters = match self.cut.parts {
+            1 => self.gpu.info.multiprocessors as usize,
+            parts => kernel.clusters(parts, threads)?,
+        };
+        let launch = Launch::line(self.cut.launched(clusters, tiles), threads);
         let Some(Frames { params: frames, initial, .. }) = x.video else {
             // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
             return unsafe { kernel.launch(stream, launch, &params) };
