@@ -82,8 +82,9 @@ def compare(
     assert_close(part.grad, wide[0].grad[:, :, mine], wide[0].grad.abs().max())
     if not dense:
         assert torch.equal(y, want[:, :, mine])
-        # A gradient of the final states that reaches an earlier rank is added last there.
-        if is_last or not with_states or sum(lengths[rank + 1 :]) >= reach:
+        # A gradient of the final states that reaches an earlier rank is added last there. On GPUs a part with states may
+        # have another kernel than the whole, which adds in another order.
+        if device == "cpu" and (is_last or not with_states or sum(lengths[rank + 1 :]) >= reach):
             assert torch.equal(part.grad, x.grad[:, :, mine]), case
             assert first is None or torch.equal(first.grad, initial.grad), case
     if first is not None:
