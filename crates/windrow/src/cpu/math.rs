@@ -1,9 +1,9 @@
 //! Activations on vectors, for the epilogues of all operators.
 //!
-//! GELU (both forms), and SiLU of numbers below -87, are computed as `max(x, 0) - tail(|x|)`. The tail is positive, at most half of `|x|`, and
-//! a product with `exp` of a negative number, so nothing cancels: the relative error stays small down to the smallest
-//! normal number. The argument of `exp` goes down to -90. There a relative rounding error of the argument would be
-//! multiplied by up to 90, so the argument is kept together with its rounding error.
+//! GELU (both forms), and SiLU of numbers below -87, are computed as `max(x, 0) - tail(|x|)`. The tail is positive, at
+//! most half of `|x|`, and a product with `exp` of a negative number, so nothing cancels: the relative error stays small
+//! down to the smallest normal number. The argument of `exp` goes down to -90. There a relative rounding error of the
+//! argument would be multiplied by up to 90, so the argument is kept together with its rounding error.
 
 mod memory;
 
@@ -234,15 +234,18 @@ fn gelu_tanh<S: Simd>(s: S, x: S::F32) -> S::F32 {
 /// `x / (1 + exp(-x))`
 #[inline(always)]
 fn silu<S: Simd>(s: S, x: S::F32) -> S::F32 {
-    // The quotient takes four fifths of the time. Its denominator would be infinite below -88.7.
-    if s.any(s.lt(x, s.splat(-87.0))) {
-        seldom();
-        let a = magnitude(s, x, 126.0);
-        return above_tail(s, x, logistic_tail(s, a, exp_neg(s, a)));
-    }
     // NaN stays NaN.
     let e = exp_neg_times::<S, 0>(s, s.min(s.splat(87.0), x));
-    s.div(x, s.add(s.splat(1.0), e))
+    let quotient = s.div(x, s.add(s.splat(1.0), e));
+    // The quotient takes four fifths of the time. Its denominator would be infinite below -88.7. A lane's bits do not
+    // depend on the others.
+    let is_deep = s.lt(x, s.splat(-87.0));
+    if s.any(is_deep) {
+        seldom();
+        let a = magnitude(s, x, 126.0);
+        return s.select(is_deep, above_tail(s, x, logistic_tail(s, a, exp_neg(s, a))), quotient);
+    }
+    quotient
 }
 
 /// `a e / (1 + e)`, with the same factor `2^SCALE_BITS` as `e`.
@@ -376,6 +379,25 @@ mod tests {
                 }
                 println!("{} {}: {worst:?}", isa.name(), activation.name());
                 assert!(worst.0 <= 4.0, "{} {}: {worst:?}", isa.name(), activation.name());
+            }
+        }
+    }
+
+    /// Else the bits of an image would depend on its neighbours in a vector.
+    #[test]
+    fn bits_do_not_depend_on_the_other_lanes() {
+        let x: Vec<f32> = (-1200..1200).map(|i| i as f32 / 13.0).collect();
+        for isa in Isa::available() {
+            for &activation in Activation::ALL {
+                let of = |x: &[f32]| dispatch(isa, Map { activation, grad: false, x });
+                let bits = |y: &[f32]| y.iter().map(|y| y.to_bits()).collect::<Vec<_>>();
+                let alone: Vec<f32> = x.iter().flat_map(|&x| of(&[x])).collect();
+                for other in [-1e30, -100.0, -0.0, 50.0, f32::INFINITY, f32::NAN] {
+                    let pairs: Vec<f32> = x.iter().flat_map(|&x| [x, other]).collect();
+                    let beside: Vec<f32> = of(&pairs).into_iter().step_by(2).collect();
+                    let name = activation.name();
+                    assert_eq!(bits(&beside), bits(&alone), "{} {name} beside {other}", isa.name());
+                }
             }
         }
     }
