@@ -78,7 +78,8 @@ impl Problem {
                 detail: format!("width {} with dilation {dilation}", self.width),
             });
         }
-        Ok(Problem { dilation, ..self })
+        // A single tap is as far from itself whatever the dilation is.
+        Ok(Problem { dilation: if self.history() == 0 { 1 } else { dilation }, ..self })
     }
 
     /// The number of tokens before a sequence on which its first outputs depend.
@@ -175,5 +176,24 @@ pub(crate) fn check_index(arg: &'static str, given: &TensorDesc) -> Result<()> {
     match given.dtype {
         DType::I32 | DType::I64 => Ok(()),
         other => Err(Error::dtype(arg, other, "i32 or i64")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::CausalConv1dSpec;
+    use crate::{DType, TensorDesc};
+
+    /// Else the tokens of each of its phases would be counted, which are as many as the dilation.
+    #[test]
+    fn one_tap_has_no_dilation() {
+        let desc = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape).unwrap();
+        let problem = |width, dilation| {
+            let spec = CausalConv1dSpec::new(desc(&[1, 2, 6]), desc(&[2, width])).unwrap();
+            spec.with_dilation(dilation).problem()
+        };
+        assert_eq!(problem(1, 1 << 59).unwrap(), problem(1, 1).unwrap());
+        assert_eq!(problem(2, 5).unwrap().history(), 5);
+        assert!(problem(2, 1 << 59).is_err() && problem(1, 0).is_err());
     }
 }
