@@ -87,7 +87,7 @@ def test_what_is_left_is_named_with_the_reason():
     reasons = {name: why.partition(" ")[2] for name, why in report.left.items()}
     assert reasons == {
         "own": "is no nn.GELU; where it computes the same, put windrow.torch.GELU in its place",
-        "subclass": "has a forward that does not call PyTorch's",
+        "subclass": "has a forward in which no call of PyTorch's was found",
         "normed": "is parametrized: patch the model before that",
         "lazy": "has no weights yet: run the model, then patch it",
         "volume": "Windrow has nothing faster",

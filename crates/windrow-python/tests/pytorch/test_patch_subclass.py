@@ -1,7 +1,9 @@
 """`patch` of classes that derive from PyTorch's convolutions: their `forward` stays, and Windrow computes what it calls."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -70,6 +72,12 @@ class Activated(nn.Conv2d):
 
     def forward(self, x):
         return self.activation(super().forward(x))
+
+
+class Decorated(nn.Conv2d):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
 
 
 class Picky(nn.Conv2d):
@@ -152,16 +160,18 @@ def test_gradients(factor, device) -> None:
 def test_what_is_left_is_named_with_the_reason() -> None:
     made = type("Unnamed", (nn.Conv1d,), {"forward": lambda self, x: x})
     kinds = {"function": ByFunction, "convolution": OwnConvolution, "activation": Activated, "none": made}
+    kinds["decorated"] = Decorated
     model = nn.ModuleDict({name: kind(2, 2, 3) for name, kind in kinds.items()})
     up = type("Up", (nn.ConvTranspose2d,), {})
     model["up"] = up(2, 2, 3)
     report = patch(model)
     assert not report.swapped
     assert {name: why.partition(" ")[2] for name, why in report.left.items()} == {
-        "function": "has a forward that does not call PyTorch's",
+        "function": "has a forward in which no call of PyTorch's was found",
         "convolution": "has a `_conv_forward` of its own",
         "activation": "has a `activation` of its own",
-        "none": "has a forward that does not call PyTorch's",
+        "none": "has a forward in which no call of PyTorch's was found",
+        "decorated": "has a forward in which no call of PyTorch's was found",
         "up": "is a class of its own, whose forward may be another",
     }
 
@@ -172,6 +182,18 @@ def test_a_class_that_cannot_be_derived_from() -> None:
 
     (why,) = patch(nn.Sequential(Chosen(2, 2, 3))).left.values()
     assert "cannot be derived from" in why and "needed" in why
+
+
+def test_a_class_lives_as_long_as_its_modules() -> None:
+    kind = type("Own", (nn.Conv2d,), {})
+    model, seen = nn.Sequential(kind(2, 2, 3)), weakref.ref(kind)
+    del kind
+    patch(model)
+    gc.collect()
+    assert isinstance(model[0], Conv2d) and type(copy.deepcopy(model)[0]) is type(model[0])
+    del model
+    gc.collect(), gc.collect()
+    assert seen() is None
 
 
 def test_nothing_is_promised_of_a_forward_of_its_own() -> None:

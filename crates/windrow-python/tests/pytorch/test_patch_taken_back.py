@@ -274,3 +274,22 @@ def test_all_or_nothing(monkeypatch):
     with pytest.raises(RuntimeError, match="fails"):
         patch(model)
     assert [type(m) for m in model] == [nn.Conv2d, nn.Conv2d]
+
+
+def test_all_or_nothing_while_modules_are_changed(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8))
+    before = [(type(m), dict(vars(m))) for m in model]
+    set_one = Conv2d.__setattr__
+
+    def fail(self, name, value):
+        if self is model[2] and name == "accuracy":
+            raise RuntimeError("fails")
+        set_one(self, name, value)
+
+    monkeypatch.setattr(Conv2d, "__setattr__", fail)
+    for call in (patch, lambda model: patched(model).__enter__()):
+        with pytest.raises(RuntimeError, match="fails"):
+            call(model)
+        assert [(type(m), dict(vars(m))) for m in model] == before
+    monkeypatch.undo()
+    assert len(patch(model).swapped) == 4

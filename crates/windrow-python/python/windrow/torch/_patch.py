@@ -16,7 +16,7 @@ from windrow.torch._conv2d import ACCURACIES, FASTEST
 from windrow.torch._gelu import GELU
 from windrow.torch._group_norm import GroupNorm
 from windrow.torch._modules import Conv1d, Conv2d, Conv3d, Convolution, ConvTranspose1d, ConvTranspose2d
-from windrow.torch._subclass import inserted, original_of
+from windrow.torch._subclass import inserted, original_of, own_name
 from windrow.torch.choice import budget, store
 from windrow.torch.choice.problem import TYPES
 
@@ -66,7 +66,7 @@ def _decided(module: Convolution) -> Iterator[str]:
 
 # Set on the modules that were swapped, beside the options that they have beyond PyTorch's.
 _MARK = "_was_patched"
-_OPTIONS = ("activation", "accuracy", "algorithm", "batch_invariant", "frozen", "_left", *Convolution.FOUND_OUT)
+_OPTIONS = ("activation", "accuracy", "algorithm", "batch_invariant", "frozen", *Convolution.FOUND_OUT)
 _OWN = {
     nn.Conv1d: Conv1d,
     nn.Conv2d: Conv2d,
@@ -85,11 +85,13 @@ def patch(model: nn.Module, accuracy: str | None = None, batch_invariant: bool =
     Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and
     `nn.GELU` become modules of `windrow.torch` in place. If the class of a module derives from one of the first three
     and its `forward` calls theirs, as causal convolutions do, it keeps its `forward`, and Windrow computes what that
-    calls. Parameters, hooks, device, training mode and references to the
+    calls. A module is left if it or its class has an attribute, method, buffer, parameter or submodule with the name of
+    an option of Windrow's modules, such as `activation`. Parameters, hooks, device, training mode and references to the
     modules stay. The report, whose `model` is the model, names every convolution and every GELU that was left, with the
     reason. A GELU that a `forward` calls as a function is not found, because it is no module. `nn.GroupNorm` and
     `nn.BatchNorm2d` are swapped too, for CUDA: group normalisation of few large groups in inference, and batch
-    normalisation of few long channels of row-major batches in training, are faster with other operators of PyTorch.
+    normalisation of few long channels of row-major batches in training, are faster with other operators of PyTorch. If
+    `patch` raises an error, it has changed nothing.
 
     A swapped convolution is computed by Windrow or by PyTorch's own operator, whichever is faster. The first call of a
     problem (sizes, types, layouts) runs each of them a few times. The first call of each gradient does so too. If
@@ -121,17 +123,23 @@ def patch(model: nn.Module, accuracy: str | None = None, batch_invariant: bool =
         elif (kind := _ours(module)) is not None:
             report.swapped[name] = f"{kind.__name__}({module.extra_repr()})"
             swapped.append((module, kind))
-    # All of the model or, if something fails before this, nothing.
+    # All of the model or, if something fails, nothing.
     if swapped:
         budget.start(model)
-    for module, kind in swapped:
-        module.__class__ = kind
-        setattr(module, _MARK, True)
-        if isinstance(module, Convolution):
-            module.algorithm = None if batch_invariant else FASTEST
-            module.accuracy = accuracy_with(accuracy, batch_invariant)
-        elif isinstance(module, GELU) and batch_invariant:
-            module.batch_invariant = True
+    kinds = [type(module) for module, _ in swapped]
+    try:
+        for module, kind in swapped:
+            module.__class__ = kind
+            setattr(module, _MARK, True)
+            if isinstance(module, Convolution):
+                module.algorithm = None if batch_invariant else FASTEST
+                module.accuracy = accuracy_with(accuracy, batch_invariant)
+            elif isinstance(module, GELU) and batch_invariant:
+                module.batch_invariant = True
+    except BaseException:
+        for (module, _), kind in zip(swapped, kinds, strict=True):
+            _take_back(module, kind)
+        raise
     return report
 
 
@@ -144,7 +152,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     change, and a warning names it. If a swapped module has been given an `activation`, which PyTorch's module cannot
     have, `unpatch` raises ValueError and changes nothing.
     """
-    swapped = {name: m for name, m in model.named_modules() if getattr(m, _MARK, False)}
+    swapped = {name: m for name, m in model.named_modules() if getattr(m, _MARK, False) is True}
     for name, module in swapped.items():
         if getattr(module, "activation", None) is not None:
             theirs = f"nn.{type(module).__name__}"
@@ -176,12 +184,17 @@ def _restore(swapped: dict[str, nn.Module]) -> None:
         if kind is None:
             kept.append(f"`{name}`, whose class {type(module).__qualname__} derives from Windrow's")
             continue
-        if kind is not type(module):
-            module.__class__ = kind
-        for attribute in (_MARK, *_OPTIONS):
-            module.__dict__.pop(attribute, None)
+        _take_back(module, kind)
     if kept:
         warnings.warn(f"unpatch leaves {', '.join(kept)}", stacklevel=3)
+
+
+def _take_back(module: nn.Module, kind: type) -> None:
+    """Gives a module the class that it had, and removes what `patch` has set."""
+    if kind is not type(module):
+        module.__class__ = kind
+    for attribute in (_MARK, *_OPTIONS):
+        module.__dict__.pop(attribute, None)
 
 
 def _restored(kind: type, known: dict[type, type | None]) -> type | None:
@@ -217,22 +230,26 @@ def _inserted(module: nn.Module) -> type[nn.Module] | str | None:
     theirs = next((base for base in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(module, base)), None)
     if theirs is None:
         return None
-    clash = [name for name in _OPTIONS if name in module.__dict__ or name in module._modules]
-    if clash:
-        return f"has a `{clash[0]}` of its own"
-    made: type[nn.Module] | str = inserted(type(module), theirs, _OWN[theirs])
-    return made
+    clash = _clash(module, theirs)
+    return inserted(type(module), theirs, _OWN[theirs]) if clash is None else clash
+
+
+def _clash(module: nn.Module, theirs: type[nn.Module]) -> str | None:
+    """The reason why a module of PyTorch's class `theirs`, or derived from it, cannot have Windrow's attributes."""
+    name = own_name(module, theirs, _OWN[theirs], (_MARK, *_OPTIONS))
+    return None if name is None else f"has a `{name}` of its own"
 
 
 def _why_left(module: nn.Module) -> str | None:
     """The reason why `patch` leaves a convolution, GELU or normalisation. None for modules that it swaps and for all
     other modules."""
     kind = type(module)
+    name = f"{kind.__module__}.{kind.__qualname__}"
     if kind in _OWN:
-        return None
+        clash = _clash(module, kind)
+        return None if clash is None else f"{name} {clash}"
     if isinstance(module, tuple(_OWN.values())):
         return f"{kind.__name__}({module.extra_repr()}) is Windrow's already"
-    name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(module, tuple(_OWN)):
         if is_parametrized(module):
             return f"{name} is parametrized: patch the model before that"
