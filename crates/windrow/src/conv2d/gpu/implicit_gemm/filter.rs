@@ -6,7 +6,7 @@ use super::product::FILTER_EXPONENT;
 use crate::conv2d::Problem;
 use crate::conv2d::gpu::prepared::{PackTo, Prepared};
 use crate::conv2d::gpu::{Divisor, Seen, kernel, source, strides};
-use crate::gpu::{KernelSpec, Source, params};
+use crate::gpu::{Feature, KernelSpec, Source, params};
 use crate::{DType, TensorDesc};
 
 static FILTER: Source = source!("implicit_gemm_filter.cu");
@@ -91,7 +91,8 @@ pub(super) fn filter_kernel(dtype: DType, cut: Cut, is_video: bool) -> KernelSpe
         Factors::Split => filter
             .define("FILTER_EXPONENT", FILTER_EXPONENT)
             .define("SHRINKAGE", format!("{:?}f", SHRINKAGE as f32)),
-        Factors::Tf32 => filter.define("TF32", 1),
+        // Rounding to TF32 is an instruction of NVIDIA's.
+        Factors::Tf32 => filter.define("TF32", 1).needs(Feature::WarpgroupProducts),
         Factors::Half => filter,
     }
 }

@@ -2,8 +2,8 @@
 // several groups that a block computes together. Terms are (r, s, c) with all input channels of the unit. They are zero
 // for input channels of other groups, and where k or the terms end.
 //
-// f32 in three products: [k block, step of 64 terms, 16 terms, part, 16 terms x BLOCK_K channels], the last two as 8 x 8 blocks of 128
-// bytes. Each output channel is scaled by a power of two, so that f16 holds it, and split in a high and a low f16 part.
+// f32 in three products: [k block, step of 64 terms, 16 terms, part, 16 terms x BLOCK_K channels], the last two as 8 x 8
+// blocks of 128 bytes. Each output channel is scaled by a power of two, so that f16 holds it, and split in a high and a low f16 part.
 // The low part also carries the factor by which tensor cores shrink sums.
 //
 // f16/bf16, as they are: [k block, step of 64 terms, BLOCK_K channels, 64 terms], terms 8 i to 8 i + 7 of row n
