@@ -1,6 +1,7 @@
 //! The computation of a block of a product for one range of terms.
 
-use super::{BlockedProduct, Blocking, Left, Place, Right, Tile};
+use super::{BlockedProduct, Blocking, Left, Place, Right, Tile, VECTORS};
+use crate::cpu::math::{Rows, activate_rows};
 use crate::cpu::{Kernel, Simd};
 use std::ops::Range;
 
@@ -18,6 +19,9 @@ pub(super) struct Block<'a> {
     pub(super) tiles: *mut f32,
     /// The destination of the whole block, if it has one.
     pub(super) place: Option<Place>,
+    /// The same, if an activation that is no clamp comes before it. A tile of every kind with code for such activations
+    /// would be slower, also without one.
+    pub(super) curved: Option<Place>,
     pub(super) is_first: bool,
     pub(super) is_last: bool,
 }
@@ -45,7 +49,10 @@ impl Kernel for Block<'_> {
                 let (rows, cols) = (row..(row + mr).min(self.rows.end), col..end);
                 let place = match self.place {
                     Some(place) => Some(place.tile(i * mr, j * nr)),
-                    None if self.is_last => operands.place(batch, rows.clone(), cols.clone()),
+                    None if self.is_last && self.curved.is_none() => {
+                        let place = operands.place(batch, rows.clone(), cols.clone());
+                        place.filter(|place| place.curve.is_none())
+                    }
                     None => None,
                 };
                 let index = if waits { j * row_panels + i } else { 0 };
@@ -66,10 +73,53 @@ impl Kernel for Block<'_> {
                     };
                     tile.run(s);
                     if self.is_last && place.is_none() {
-                        operands.store(batch, rows, cols, c);
+                        let size = [rows.len(), cols.len()];
+                        match self.curved.map(|place| place.tile(i * mr, j * nr)) {
+                            Some(place) => s.outlined(Curved { place, tile: c, size }),
+                            None => operands.store(batch, rows, cols, c),
+                        }
                     }
                 }
             }
+        }
+    }
+}
+
+/// The way of a finished tile to its place by biases and an activation that is no clamp. Only [`Block`], whose tiles and
+/// places are valid, makes it.
+struct Curved {
+    place: Place,
+    tile: *mut f32,
+    /// Rows and columns.
+    size: [usize; 2],
+}
+
+impl Kernel for Curved {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Curved { place, tile, size: [rows, cols] } = self;
+        let Some(activation) = place.curve else { return };
+        let width = VECTORS * S::LANES;
+        // SAFETY: the tile has whole vectors, the place elements of its rows and columns, and the biases as many.
+        unsafe {
+            for v in (0..cols).step_by(S::LANES) {
+                let col_bias = match place.col_bias.is_null() {
+                    true => s.zero(),
+                    false => s.load_first(place.col_bias.add(v), S::LANES.min(cols - v)),
+                };
+                for row in 0..rows {
+                    let at = tile.add(row * width + v);
+                    let mut sum = s.add(s.load(at), col_bias);
+                    if !place.row_bias.is_null() {
+                        sum = s.add(sum, s.splat(*place.row_bias.add(row)));
+                    }
+                    s.store(at, sum);
+                }
+            }
+            let (from, to, stride) = (tile.cast_const(), place.at, place.row);
+            activate_rows(s, Rows { activation, from, width, to, stride, rows, cols });
         }
     }
 }

@@ -10,6 +10,7 @@ mod strided;
 
 use self::block::Block;
 use super::{Isa, Kernel, SendPtr, Simd, array, dispatch, parallel_for_workers};
+use crate::Activation;
 use std::ops::Range;
 
 pub(crate) use strided::{Gemm, Matrix};
@@ -57,7 +58,7 @@ pub(crate) struct Right {
 }
 
 /// The memory for a finished tile, whose columns are contiguous, and what is applied to the tile before it is stored:
-/// biases, residual, clamp.
+/// biases, residual, clamp; or biases and an activation that is no clamp.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     pub at: *mut f32,
@@ -72,6 +73,8 @@ pub(crate) struct Place {
     /// The bounds to which results are clamped.
     pub low: f32,
     pub high: f32,
+    /// The activation in the place of residual and clamp, if it is no clamp.
+    pub curve: Option<Activation>,
 }
 
 impl Place {
@@ -449,6 +452,10 @@ impl Blocking {
                     true => operands.place(batch, rows.clone(), cols.clone()),
                     false => None,
                 };
+                let (curved, place) = match place {
+                    Some(place) if place.curve.is_some() => (Some(place), None),
+                    place => (None, place),
+                };
                 let (is_first, is_last) = (block == 0, block + 1 == blocks);
                 let (rows, cols, terms) = (rows.clone(), cols.clone(), terms.len());
                 let block = Block {
@@ -462,6 +469,7 @@ impl Blocking {
                     right,
                     tiles,
                     place,
+                    curved,
                     is_first,
                     is_last,
                 };

@@ -377,7 +377,11 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
     fn place(&self, group: usize, rows: Range<usize>, cols: Range<usize>) -> Option<Place> {
         let stencil = &self.plan.stencil;
         let epilogue = self.epilogue.for_group(group, stencil.k);
-        let Bounds { low, high } = epilogue.bounds().filter(|_| T::DTYPE == DType::F32)?;
+        if T::DTYPE != DType::F32 {
+            return None;
+        }
+        let Bounds { low, high } = epilogue.bounds().unwrap_or(Bounds::NONE);
+        let curve = epilogue.bounds().is_none().then_some(epilogue.activation);
         let [_, k_stride, _, col] = stencil.dst;
         let none = std::ptr::null();
         let bias = |k: usize| match epilogue.bias.is_null() {
@@ -393,7 +397,7 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
         let [row_bias, col_bias] = biases;
         let at = self.dst.wrapping_offset(at).cast::<f32>();
         let residual = epilogue.residual.at(at.cast_const());
-        Some(Place { at, row, row_bias, col_bias, residual, low, high })
+        Some(Place { at, row, row_bias, col_bias, residual, low, high, curve })
     }
 
     unsafe fn store(&self, group: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {
