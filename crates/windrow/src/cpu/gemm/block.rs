@@ -1,6 +1,7 @@
 //! The computation of a block of a product for one range of terms.
 
-use super::{BlockedProduct, Blocking, Left, Place, Right, Tile, VECTORS};
+use super::tile::{Place, Tile};
+use super::{BlockedProduct, Blocking, Left, Right, VECTORS};
 use crate::cpu::math::{Rows, activate_rows};
 use crate::cpu::{Kernel, Simd};
 use std::ops::Range;
