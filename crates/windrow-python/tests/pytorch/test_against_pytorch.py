@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import winograd_bound
 from bounds import absolute, activated, before_activation, through
 from common import ACTIVATIONS, each_device
-from problems import DTYPES, UNIT, Random, U, Wrong, compare, each_problem, wide
+from problems import DTYPES, SMALLEST, UNIT, Random, U, Wrong, compare, each_problem, wide
 from torch import Tensor, nn
 from windrow.torch import (
     causal_conv1d_fn,
@@ -452,20 +452,22 @@ def check_convolution(
     # always are behind a transposed convolution.
     is_stored = transposed or (cuda and is_half)
     sums = linear(exact["x"], exact["weight"], None)
-    stored = UNIT[computed] * (sums.abs() + error) if is_stored else torch.zeros_like(v)
+    # Numbers below the normal range have a rounding of their own.
+    rounding = lambda size: UNIT[computed] * size + SMALLEST[computed]
+    stored = rounding(sums.abs() + error) if is_stored else torch.zeros_like(v)
     own = error + stored if has_bias or activation is not None else error
     if transposed and has_bias and activation is not None:
-        own = own + UNIT[computed] * (v.abs() + own)
+        own = own + rounding(v.abs() + own)
     compare("y without gradient", fused, act(v), activated(activation, v, own, scale, is_half), lower)
     if has_bias:
         error = error + stored
     if activation is not None:
         # It is applied to the rounded sum where a gradient is recorded.
-        error = error + UNIT[computed] * (v.abs() + error)
+        error = error + rounding(v.abs() + error)
     compare("y", y, act(v), activated(activation, v, error, scale, is_half), lower)
     dv, dv_error = before_activation(activation, v, error, wide(dy), is_half)
     if activation is not None:
-        dv_error = dv_error + UNIT[computed] * (dv.abs() + dv_error)
+        dv_error = dv_error + rounding(dv.abs() + dv_error)
     inputs = {name: t.requires_grad_() for name, t in exact.items() if name in leaves}
     plain = torch.autograd.grad(linear(**exact), list(inputs.values()), dv)
     # The filter meets each of its positions once.
@@ -474,7 +476,7 @@ def check_convolution(
     additions = {"x": k * taps, "weight": met, "bias": positions}
     for name, grad, want in zip(leaves, grads, plain, strict=True):
         bound = through(linear, exact, name, dv_error + relative(additions[name]) * dv.abs())
-        if name == "x" or (name == "weight" and cuda):
+        if name != "bias":
             bound = bound + by_winograd(name, k if name == "x" else met, dv)
         compare(f"d{name}", grad, want, bound, lower)
 
