@@ -156,8 +156,8 @@ impl WinogradGemm {
         let [filter, input, output] = kernels(tile, spec, block);
         let [pack_filter, _, transform_output] = gpu.kernels([&filter, &input, &output])?;
         let product = |blocking: &Blocking| product(blocking, &v, &m);
-        let of_choice = task.for_choice(|task| product(&Self::cut(task).blocking));
-        let like = task.options.batch_invariant.then_some(&of_choice);
+        let of_choice = || task.for_choice(|task| product(&Self::cut(task).blocking));
+        let like = task.options.batch_invariant.then(of_choice);
         Ok(WinogradGemm {
             tile,
             spec: spec.clone(),
@@ -171,7 +171,7 @@ impl WinogradGemm {
                 .transpose()?,
             input: InputTransform::new(gpu, &input, &spec.x, v, problem.padding, block)?,
             output: transform_output,
-            gemm: Gemm::with_order(gpu, &product(&blocking), like)?,
+            gemm: Gemm::with_order(gpu, &product(&blocking), like.as_ref())?,
         })
     }
 
