@@ -18,7 +18,7 @@ def drop_a_bias(monkeypatch):
 
 
 def change_an_activation(monkeypatch):
-    activated, changed = _fuse._activated, []
+    activated, changed = _fuse.activated, []
 
     def wrong(*args):
         found = activated(*args)
@@ -27,7 +27,7 @@ def change_an_activation(monkeypatch):
         changed.append(found[0])
         return "gelu" if found[0] != "gelu" else "relu", found[1]
 
-    monkeypatch.setattr(_fuse, "_activated", wrong)
+    monkeypatch.setattr(_fuse, "activated", wrong)
 
 
 def repeat_a_border_row(monkeypatch):

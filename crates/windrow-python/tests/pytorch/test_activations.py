@@ -23,7 +23,7 @@ from windrow.torch import (
 )
 from windrow.torch._activations import ACTIVATIONS, PYTORCHS, activation_of
 from windrow.torch._fused import FusedConv2d
-from windrow.torch.backend import _fuse
+from windrow.torch.backend._activated import activated
 
 LAYERS = {Conv1d: (2, 4, 9), Conv2d: (2, 4, 9, 8), ConvTranspose1d: (2, 4, 9), ConvTranspose2d: (2, 4, 9, 8)}
 
@@ -54,7 +54,7 @@ def test_graphs_of_pytorch_and_onnx_know_an_activation(name):
     behind_neg = lambda function: make_fx(lambda x: function(x.neg()))(torch.zeros(2)).graph
     for graph in map(behind_neg, (PYTORCHS[name], by_module, by_function)):
         (behind,) = (node for node in graph.nodes if node.target is torch.ops.aten.neg.default)
-        assert _fuse._activated(behind, torch.float32, None)[0] == name
+        assert activated(behind, torch.float32, None)[0] == name
     if names.operator is not None:
         helper = pytest.importorskip("onnx").helper
         node = helper.make_node(names.operator, ["x"], ["y"], **kwargs)

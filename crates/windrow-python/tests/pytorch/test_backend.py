@@ -263,7 +263,7 @@ def test_a_report_names_modules(rest, times):
         "second": "FusedConv2d(8, 8, kernel_size=(3, 3), stride=(2, 2))",
         "line": "conv2d",
         "wide": "FusedConv2d(1, 1, kernel_size=(1, 1, 1), stride=(1, 1, 1))",
-    } | (linear if rest == "eager" else {})
+    } | linear
 
 
 WARM = """

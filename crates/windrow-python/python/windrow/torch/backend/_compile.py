@@ -104,8 +104,8 @@ class _Frozen:
         fold_padding(graph)
         to_channels_last(module, decompositions is None, is_batch_invariant(options.accuracy))
         self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)
+        linear_to_convolutions(graph, constants, options.accuracy, decompositions)
         if decompositions is None:
-            linear_to_convolutions(graph, constants, options.accuracy)
             means_to_convolutions(graph, constants, options.accuracy)
         else:
             lay_out_images(graph)

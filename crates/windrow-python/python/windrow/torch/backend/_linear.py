@@ -8,37 +8,76 @@ The last layer of most classifiers multiplies the mean of an image. As a convolu
 of the call of the convolutions before it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from windrow._activation_names import NAMES
 from windrow.torch._batch_invariant import is_batch_invariant
 from windrow.torch._conv2d import accuracy_of
 from windrow.torch._library import OPERATORS
+from windrow.torch.backend._activated import activated, copied, pattern_of
 from windrow.torch.backend._constants import Constants, value
 from windrow.torch.backend._convolutions import SUM, VALUE, VIEWS, Sum, Value, called, is_ours
 from windrow.torch.backend._report import NAME, name_of
 
 _aten = torch.ops.aten
-_TO_LAST, _BACK = [0, 2, 3, 1], [0, 3, 1, 2]
-# PyTorch's tracer makes a hardtanh of ReLU6.
-_ELEMENTWISE = {getattr(_aten, names.function).default for names in NAMES.values()} | {_aten.hardtanh.default}
+_BACK = [0, 3, 1, 2]
 
 
-def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:
-    """Converts each chain that ends by moving the channels back, from its first linear layer on."""
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layer over the last of four dimensions."""
+
+    image: fx.Node
+    product: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+
+@dataclass(frozen=True)
+class _Activation:
+    """An activation of a linear layer's result."""
+
+    image: fx.Node
+    pattern: fx.Graph
+
+
+_Links = dict[fx.Node, _Linear | _Activation]
+
+
+def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None, decompositions: Any) -> None:
+    """Converts each chain of linear layers and activations that ends by moving the channels back. With `decompositions`
+    Inductor compiles the graph. Then only products in strict f32 are converted, because others gain nothing."""
+    links: _Links = {}
+    for node in graph.nodes:
+        linear = _linear(node, constants)
+        if linear is None or (decompositions is not None and not _is_strict(linear.image, accuracy)):
+            continue
+        links[node] = linear
+        dtype = value(node).dtype
+        if (found := activated(node, dtype, decompositions)) is not None:
+            name, last = found
+            links[last] = _Activation(node, pattern_of(name, dtype, decompositions))
     for back in [node for node in graph.nodes if _permutes(node, _BACK)]:
-        chain = [back]
-        while (before := _before(chain[-1], constants)) is not None:
-            chain.append(before)
-        # The operators before the first linear layer, such as a normalisation, do not change.
-        while len(chain) > 1 and chain[-1].target in _ELEMENTWISE:
-            chain.pop()
-        if len(chain) > 1:
-            _convert(graph, chain[::-1], accuracy)
+        chain: list[fx.Node] = []
+        source: Any = back.args[0]
+        while source in links and len(source.users) == 1:
+            chain.append(source)
+            link = links[source]
+            if isinstance(link, _Activation):
+                # Nobody else reads it: the pattern has said so.
+                chain.append(link.image)
+            source = links[chain[-1]].image
+        if chain:
+            _convert(graph, [(node, links[node]) for node in chain[::-1]], back, accuracy)
     graph.eliminate_dead_code()
+
+
+def _is_strict(image: fx.Node, accuracy: str | None) -> bool:
+    x = value(image)
+    return x.dtype == torch.float32 and accuracy_of(accuracy, x, is_linear=True) != "tf32"
 
 
 def means_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:
@@ -88,18 +127,8 @@ def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     return rows, columns, bias  # type: ignore[return-value]
 
 
-def _before(node: fx.Node, constants: Constants) -> fx.Node | None:
-    """The previous link of a chain: a linear layer or an elementwise operator whose result only this link reads. None
-    if there is none."""
-    linear = _linear(node, constants)
-    source: Any = node.args[0] if linear is None else linear[0]
-    if len(source.users) != 1:
-        return None
-    return source if source.target in _ELEMENTWISE or _linear(source, constants) is not None else None
-
-
-def _linear(node: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """Image, filter and bias if the node is the result of a linear layer over the last of four dimensions."""
+def _linear(node: fx.Node, constants: Constants) -> _Linear | None:
+    """The linear layer over the last of four dimensions whose result the node is; None if there is none."""
     if node.target not in VIEWS or not isinstance(value(node), Tensor) or value(node).dim() != 4:
         return None
     product: Any = node.args[0]
@@ -118,7 +147,7 @@ def _linear(node: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.N
         return None
     if bias is not None and value(bias).shape != shape[3:]:
         return None
-    return (image, weight, bias) if is_ours(image, None, bias) else None
+    return _Linear(image, product, weight, bias) if is_ours(image, None, bias) else None
 
 
 def _is_transposed(node: Any) -> bool:
@@ -131,28 +160,23 @@ def _permutes(node: fx.Node, order: list[int]) -> bool:
     return node.target is _aten.permute.default and [d % 4 for d in node.args[1]] == order  # type: ignore[union-attr]
 
 
-def _convert(graph: fx.Graph, chain: list[fx.Node], accuracy: str | None) -> None:
-    *links, back = chain
-    image: fx.Node | None = None
-    for link in links:
-        if link.target in _ELEMENTWISE:
-            image = called(graph, back, link.target, image, *link.args[1:], **link.kwargs)
-            _stands_for(image, link)
-            continue
-        product: Any = link.args[0]
-        bias = product.args[0] if product.target is _aten.addmm.default else None
-        rows, transposed = product.args[-2:]
-        if image is None:
-            image = called(graph, back, _aten.permute.default, rows.args[0], _BACK)
-            _stands_for(image, rows.args[0])
-        how = ([1, 1], [0, 0], [1, 1], 1, None, accuracy_of(accuracy, value(image), is_linear=True))
-        image = called(graph, back, OPERATORS.conv2d_fused.default, image, transposed.args[0], bias, None, *how)
-        _stands_for(image, link)
-        if VALUE in link.meta:
+def _convert(
+    graph: fx.Graph, chain: list[tuple[fx.Node, _Linear | _Activation]], back: fx.Node, accuracy: str | None
+) -> None:
+    before = chain[0][1].image
+    image = called(graph, back, _aten.permute.default, before, _BACK)
+    _stands_for(image, before)
+    for node, link in chain:
+        if isinstance(link, _Linear):
+            how = ([1, 1], [0, 0], [1, 1], 1, None, accuracy_of(accuracy, value(image), is_linear=True))
+            image = called(graph, back, OPERATORS.conv2d_fused.default, image, link.weight, link.bias, None, *how)
+            image.meta[NAME] = name_of(link.product)
+        else:
+            image = copied(graph, back, link.pattern, image)
+        _stands_for(image, node)
+        if isinstance(link, _Linear) and VALUE in node.meta:
             of = lambda n: None if n is None else n.meta.get(VALUE)
-            image.meta[SUM] = Sum(image.meta[VALUE], of(transposed.args[0]), of(bias))
-        image.meta[NAME] = name_of(product)
-    assert image is not None
+            image.meta[SUM] = Sum(image.meta[VALUE], of(link.weight), of(link.bias))
     back.replace_all_uses_with(image)
     graph.erase_node(back)
 
