@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from common import OURS, THEIRS, each_device, each_dtype
 from torch import nn
 from windrow.torch import optimize
-from windrow.torch.backend import _options, windrow
+from windrow.torch.backend import _compile, _options, windrow
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_decided"),
@@ -152,6 +152,50 @@ def test_everything_around_a_convolution(rest, device, times) -> None:
         wide.first.weight.mul_(2)
         close(fast(x, cache)[0], wide(x.double(), cache.double())[0])
     assert told.fused_ones[:2] == ["folded norm, silu, causal", "added, relu, causal"] and not told.left_ones
+
+
+class Cached(nn.Module):
+    """A convolution that PyTorch's operator computes from a concatenation, and results that share memory with a part."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.conv, self.of = nn.Conv3d(5, 6, 3), of
+
+    def forward(self, x, cache):
+        x = F.silu(x)
+        return self.conv(torch.cat([cache, x], 2)), self.of(x)
+
+
+SHARED = {
+    "last frames": lambda x: x[:, :, -2:].clone(),
+    "all of it": lambda x: x.clone(),
+    "a view": lambda x: x[:, :, :1].transpose(0, 1),
+    "part of a split": lambda x: x.split(1, 2)[1],
+}
+
+
+@each_device
+@pytest.mark.parametrize("is_fixed", [True, False], ids=["fixed", "copied"])
+@pytest.mark.parametrize("of", SHARED)
+def test_results_lie_as_promised(of, is_fixed, device, times, monkeypatch) -> None:
+    """Not as the concatenation in which Inductor puts the video. Otherwise they are copied, and the graph stays."""
+    times(THEIRS)
+    if not is_fixed:
+        monkeypatch.setattr(_compile, "fix_shared_results", lambda graph: 0)
+    model, told = Cached(SHARED[of]).eval().to(device), Told()
+    fast = compiled(model, "inductor", dynamic=False, report=told)
+    x, cache = torch.randn(2, 5, 2, 7, 6, device=device), torch.randn(2, 5, 2, 7, 6, device=device)
+    with torch.no_grad():
+        wants = model(x, cache)
+        for _ in range(3):
+            for got, want in zip(fast(x, cache), wants, strict=True):
+                assert got.stride() == want.stride() and torch.allclose(got, want, atol=1e-5)
+        if is_fixed:
+            assert got.untyped_storage().nbytes() <= x.untyped_storage().nbytes()
+    copies = [why for why in told.left_ones if "copied" in why or "differs" in why]
+    assert not copies if is_fixed else copies in ([], ["results [1] are copied, because they have other strides than PyTorch's"])
+    if of == "last frames" and device == "cpu":
+        assert is_fixed or copies
 
 
 @each_rest

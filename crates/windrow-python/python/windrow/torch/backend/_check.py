@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from windrow.torch._check_bound import Spread
 from windrow.torch.backend._check_sums import Compared, compared, raised
 from windrow.torch.backend._constants import Constants, Run
+from windrow.torch.backend._layout import lies_as
 from windrow.torch.backend._options import Options
 from windrow.torch.backend._original import Original, Roundings, unrepeatable
 from windrow.torch.choice.check import without_trials
@@ -41,6 +42,8 @@ class Check:
         self._compared: dict[fx.Node, Compared] = {}
         self._right: set[tuple[Any, ...]] = set()
         self._instead: Callable[..., Any] | None = None
+        # The strides of results that are copied, because they lie otherwise than the tracer promised.
+        self._strides: dict[int, Sequence[int]] = {}
         self._lock = threading.RLock()
 
     @staticmethod
@@ -67,6 +70,8 @@ class Check:
     def call(self, inputs: list[Any], compute: Run, constants: Sequence[Tensor], modules: Any) -> Any:
         """The graph's results: those of `compute` if they are right, otherwise PyTorch's. `compute` uses
         `constants` and `modules`."""
+        if self._strides:
+            return self._laid_out(compute(inputs))
         if self._instead is None:
             with self._lock:
                 if self._instead is None:
@@ -104,10 +109,15 @@ class Check:
                 with _unseen():
                     wrong = expected.differ([*results, *(given[i] for i in original.written)])
         if wrong is None:
+            assert results is not None
+            strides = expected.strides(results)
+            if strides:
+                _leave(self._options, f"results {[*strides]} are copied, because they have other strides than PyTorch's")
+            self._strides = strides
             self._right.add(sizes)
-            if not sizes or len(self._right) >= _SIZES:
+            if strides or not sizes or len(self._right) >= _SIZES:
                 self._finish()
-            return results
+            return self._laid_out(results) if strides else results
         with torch.no_grad():
             for i, was in before.items():
                 given[i].copy_(was)
@@ -145,9 +155,16 @@ class Check:
             raise _NotChecked(raised(error)) from None
         return (found[0] if found else None), expected
 
+    def _laid_out(self, results: Sequence[Any]) -> list[Any]:
+        """The results, in copies where they lie otherwise than promised."""
+        copied = [*results]
+        for i, strides in self._strides.items():
+            copied[i] = results[i].new_empty_strided(results[i].shape, strides).copy_(results[i])
+        return copied
+
     def _finish(self) -> None:
-        """Ends the check and frees the copy of the graph."""
-        self.is_pending = False
+        """Ends the check and frees the copy of the graph. Calls still go through `call` if results are copied."""
+        self.is_pending = bool(self._strides)
         self._compared = {}
         del self._original
 
@@ -189,16 +206,22 @@ class _Expected:
             kind = lambda t: (t.dtype, [*t.shape], str(t.device))
             if kind(g) != kind(want):
                 return f"result {i} is {kind(g)} instead of {kind(want)}"
-            if strides is not None and not any(_lies_as(g, s) for s in (strides, want.stride())):
+            if strides is not None and 0 in strides and not self._lies_right(i, g):
+                # No copy can have such strides.
                 return f"result {i} has strides {g.stride()} instead of {strides}"
             why = spread.differs(g)
             if why is not None:
                 return f"of result {i} {why}"
         return None
 
+    def strides(self, got: Sequence[Any]) -> dict[int, Sequence[int]]:
+        """The promised strides of the results that have others."""
+        promised = enumerate(self.original.strides[: len(got)])
+        return {i: of for i, of in promised if of is not None and not self._lies_right(i, got[i])}
 
-def _lies_as(t: Tensor, strides: Sequence[int]) -> bool:
-    return all(size < 2 or own == other for size, own, other in zip(t.shape, t.stride(), strides, strict=True))
+    def _lies_right(self, i: int, result: Tensor) -> bool:
+        allowed = self.original.strides[i], self.results[i].stride()
+        return any(lies_as(result, strides) for strides in allowed if strides is not None)
 
 
 def _leave(options: Options, why: str) -> None:

@@ -26,6 +26,7 @@ from windrow.torch.backend._options import Options
 from windrow.torch.backend._others import others_to_windrows, read_without_copies
 from windrow.torch.backend._padding import fold_padding
 from windrow.torch.backend._report import name_of
+from windrow.torch.backend._results import fix_shared_results
 from windrow.torch.backend._upsampling import whole_upsampling
 
 _log = logging.getLogger(__name__.rpartition(".")[0])
@@ -121,6 +122,8 @@ class _Frozen:
         is_left = lambda conv: decompositions is not None and is_pytorchs(conv, options.accuracy, in_graphs, memory)
         rest = to_windrows(graph, options.accuracy, False, options.report, is_left)
         written = write_in_place(graph, copies)
+        if decompositions is not None:
+            fix_shared_results(graph)
         # What was folded into convolutions, what these became, and the number of other convolutions.
         self.what = folded, fused, rest
         counts = "folded into convolutions: %s; fused: %s; other convolutions: %d; group norms: %d; batch norms: %d"

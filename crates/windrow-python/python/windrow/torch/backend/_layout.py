@@ -1,11 +1,14 @@
 """The layout of images: the pass that computes a graph in channels-last, and copies of single images."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._convolutions import VALUE, VIEWS, Convolution, called, convolutions
+from windrow.torch.choice.problem import channels_last
 
 _aten = torch.ops.aten
 # The operators whose result depends on strides.
@@ -31,9 +34,7 @@ def to_channels_last(module: fx.GraphModule, is_by_kernels: bool, batch_invarian
     if not all(are_row_major):
         return
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for node in graph.nodes:
-        if node.target in VIEWS:
-            node.target = _aten.reshape.default
+    copy_what_cannot_be_viewed(graph)
     for image in images:
         laid_out = called(graph, inputs[-1].next, _aten.clone.default, image, memory_format=torch.channels_last)
         laid_out.meta[VALUE] = image.meta.get(VALUE)
@@ -82,16 +83,16 @@ def lay_out_images(graph: fx.Graph) -> None:
 
 
 def laid_out(graph: fx.Graph, before: fx.Node, image: fx.Node, result: fx.Node) -> fx.Node:
-    """The image, or a copy in front of `before` in channels-last if the image is row-major and `result` in
+    """The image or video, or a copy in front of `before` in channels-last if it is row-major and `result` in
     channels-last."""
     given, wanted = value(image), value(result)
     sizes = [n for t in (given, wanted) for n in (*t.shape, *t.stride())]
-    is_last = lambda t: t.is_contiguous(memory_format=torch.channels_last)
-    if not all(isinstance(n, int) for n in sizes) or given.dim() != 4 or given.numel() == 0:
+    if not all(isinstance(n, int) for n in sizes) or given.dim() not in (4, 5) or given.numel() == 0:
         return image
+    is_last = lambda t: t.is_contiguous(memory_format=channels_last(t))
     if not given.is_contiguous() or is_last(given) or not is_last(wanted) or wanted.is_contiguous():
         return image
-    copy = called(graph, before, _aten.clone.default, image, memory_format=torch.channels_last)
+    copy = called(graph, before, _aten.clone.default, image, memory_format=channels_last(given))
     copy.meta[VALUE] = image.meta.get(VALUE)
     return copy
 
@@ -108,14 +109,30 @@ def keep_results(graph: fx.Graph) -> bool:
             formats[node] = next((one for one in known if result.is_contiguous(memory_format=one)), None)
     if None in formats.values() or any(sees_strides(node) for node in graph.nodes):
         return False
-    for node in graph.nodes:
-        if node.target in VIEWS:
-            node.target = _aten.reshape.default
+    copy_what_cannot_be_viewed(graph)
     for node, laid_out in formats.items():
         if node.target is not _aten.contiguous.default:
             same = called(graph, output, _aten.contiguous.default, node, memory_format=laid_out)
             output.replace_input_with(node, same)
     return True
+
+
+def is_dense(t: Tensor) -> bool:
+    """True for a tensor of known sizes and strides without gaps or overlaps."""
+    is_known = all(isinstance(n, int) for n in (*t.shape, *t.stride()))
+    return is_known and torch.empty_like(t).stride() == t.stride()
+
+
+def lies_as(t: Tensor, strides: Sequence[int]) -> bool:
+    """True if a tensor has these strides. Those of dimensions of one element do not matter."""
+    return all(size < 2 or own == other for size, own, other in zip(t.shape, t.stride(), strides, strict=True))
+
+
+def copy_what_cannot_be_viewed(graph: fx.Graph) -> None:
+    """Lets views copy what has other strides than the tracer saw."""
+    for node in graph.nodes:
+        if node.target in VIEWS:
+            node.target = _aten.reshape.default
 
 
 def sees_strides(node: fx.Node) -> bool:

@@ -46,7 +46,7 @@ def _name(node: fx.Node) -> str:
     return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return any(a.alias_info is not None and not a.alias_info.is_write for a in node.target._schema.arguments)
@@ -54,8 +54,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def _is_copy(node: fx.Node) -> bool:
     if node.target is operator.getitem:
-        return _is_view(node.args[0])  # type: ignore[arg-type]
-    return _is_view(node) or _name(node) in _COPY
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    return is_view(node) or _name(node) in _COPY
 
 
 def _is_random(node: fx.Node) -> bool:
