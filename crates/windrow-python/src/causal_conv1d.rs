@@ -11,7 +11,7 @@ use std::sync::Arc;
 use windrow::{
     Activation, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,
     CausalConv1dSpec, CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
-    Layout, TensorDesc, TensorMut,
+    HeadNorm, Layout, TensorDesc, TensorMut,
 };
 
 /// A spec, and whether the bits of a sequence must not depend on the batch.
@@ -125,7 +125,8 @@ pub(crate) fn causal_conv1d<'py>(
 }
 
 /// [`causal_conv1d`] whose output channels are divided among one to three new arrays of these numbers of channels. The
-/// result has these arrays, and behind them the final states if they are wanted.
+/// result has these arrays, and behind them the final states if they are wanted. With a `norm`, heads of so many
+/// channels of the first two are divided by their L2 norm; the second number is epsilon.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d_split<'py>(
@@ -141,13 +142,19 @@ pub(crate) fn causal_conv1d_split<'py>(
     split: Vec<i64>,
     batch_invariant: bool,
     dilation: i64,
+    norm: Option<(i64, f32)>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let options = [bias, seq_idx, cu_seqlens, initial_states];
     let inputs = Inputs::import([x, weight], options, activation, dilation, None)?;
     // A negative number is as wrong as a zero.
     let channels: Vec<_> = split.iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
-    let spec = inputs.spec()?.with_split(&channels).py()?;
+    let spec = inputs.spec()?.with_split(&channels).py()?.with_norm(norm.map(head_norm));
     forward(py, &inputs, (spec, batch_invariant), return_final_states, None)
+}
+
+/// The norm of heads of so many channels, with this epsilon.
+pub(crate) fn head_norm((width, epsilon): (i64, f32)) -> HeadNorm {
+    HeadNorm::new(usize::try_from(width).unwrap_or(0)).with_epsilon(epsilon)
 }
 
 /// The outputs of a spec, and behind them its final states if they are wanted. `out` takes the first output.

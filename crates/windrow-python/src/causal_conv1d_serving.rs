@@ -2,6 +2,7 @@
 
 use crate::array::{Array, desc};
 use crate::call::{ActivationName, PlanCache, run};
+use crate::causal_conv1d::head_norm;
 use crate::error::IntoPy;
 use crate::glance::{Form, glance};
 use crate::output::{Output, like};
@@ -12,7 +13,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use windrow::{
     Activation, CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan,
-    CausalConv1dServingSpec, Layout, TensorDesc, TensorMut, TensorRef,
+    CausalConv1dServingSpec, HeadNorm, Layout, TensorDesc, TensorMut, TensorRef,
 };
 
 static PLANS: PlanCache<CausalConv1dServingSpec, CausalConv1dServingPlan> = PlanCache::new();
@@ -31,19 +32,21 @@ struct Call {
     activation: Activation,
     null_index: Option<i64>,
     block_size: usize,
+    norm: Option<HeadNorm>,
     forms: [Option<Form>; ARRAYS],
 }
 
 /// The next tokens of many sequences, whose states `conv_states` are walked on in place; see
 /// `CausalConv1dServingSpec`. `order` names the dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or
 /// "ld" (one row). In `out` the result may be written over `x`. `intermediate_windows` and `parent_token` are written.
-/// With `out2` and `out3` the channels are divided among `out` and these; the result is `out`.
+/// With `out2` and `out3` the channels are divided among `out` and these; the result is `out`. With a `norm`, heads of so
+/// many channels of the first two are divided by their L2 norm; the second number is epsilon.
 #[pyfunction]
 #[pyo3(signature = (x, order, conv_states, weight, bias, activation, query_start_loc, conv_state_indices,
                     null_index, has_initial_state=None, num_accepted_tokens=None, initial_block=None,
                     last_block=None, first_block=None, tokens_before=None, block_size=0,
                     intermediate_windows=None, intermediate_indices=None, next_token=None, next_sibling=None,
-                    parent_token=None, out=None, out2=None, out3=None))]
+                    parent_token=None, norm=None, out=None, out2=None, out3=None))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d_serving<'py>(
     py: Python<'py>,
@@ -68,6 +71,7 @@ pub(crate) fn causal_conv1d_serving<'py>(
     next_token: Option<&Bound<'py, PyAny>>,
     next_sibling: Option<&Bound<'py, PyAny>>,
     parent_token: Option<&Bound<'py, PyAny>>,
+    norm: Option<(i64, f32)>,
     out: Option<&Bound<'py, PyAny>>,
     out2: Option<&Bound<'py, PyAny>>,
     out3: Option<&Bound<'py, PyAny>>,
@@ -100,7 +104,8 @@ pub(crate) fn causal_conv1d_serving<'py>(
         out3,
     ];
     let forms = [const { None }; ARRAYS];
-    let mut call = Call { order, activation, null_index, block_size, forms };
+    let norm = norm.map(head_norm);
+    let mut call = Call { order, activation, null_index, block_size, norm, forms };
     let mut addresses: Addresses = [null_mut(); ARRAYS];
     let is_plain = out.is_some() && look(&given, &mut call.forms, &mut addresses)?;
     let x = Array::import("x", x)?;
@@ -140,6 +145,7 @@ pub(crate) fn causal_conv1d_serving<'py>(
     spec.y = y_desc;
     spec.activation = activation;
     spec.block_size = block_size;
+    spec.norm = norm;
     spec.bias = desc(&bias);
     spec.query_start_loc = desc(&query_start_loc);
     spec.conv_state_indices = desc(&conv_state_indices);

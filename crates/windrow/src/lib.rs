@@ -165,7 +165,7 @@ pub use causal_conv1d::{
     CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dServing,
     CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan,
     CausalConv1dServingSpec, CausalConv1dSpec, CausalConv1dUpdate, CausalConv1dUpdateArgs,
-    CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, causal_conv1d, causal_conv1d_update,
+    CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, HeadNorm, causal_conv1d, causal_conv1d_update,
 };
 pub use conv2d::{
     Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,

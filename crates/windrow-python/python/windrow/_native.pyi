@@ -122,6 +122,7 @@ def causal_conv1d_split(
     split: Sequence[int],
     batch_invariant: bool,
     dilation: int,
+    norm: tuple[int, float] | None,
 ) -> list[A]: ...
 def causal_conv1d_backward(
     dy: A,
@@ -361,6 +362,7 @@ def causal_conv1d_serving(
     next_token: Array | None = None,
     next_sibling: Array | None = None,
     parent_token: Array | None = None,
+    norm: tuple[int, float] | None = None,
     out: A | None = None,
     out2: A | None = None,
     out3: A | None = None,
@@ -368,7 +370,8 @@ def causal_conv1d_serving(
     """The convolution of the next tokens of many sequences; their states are updated in place. `order` names the
     dimensions of `x` and the result: "bdl", "bd" (one token in each row), "dl" or "ld" (one row).
     `intermediate_windows` and `parent_token` are written, too. With `out2` and `out3`, the channels are divided among
-    `out` and these."""
+    `out` and these. With a `norm`, heads of so many channels of the first two outputs are divided by their L2 norm; the
+    second number is epsilon."""
 
 def gelu_backward(
     dy: A,

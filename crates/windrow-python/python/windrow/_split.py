@@ -14,6 +14,16 @@ def expect(split: Sequence[int], channels: int) -> None:
         )
 
 
+def norm_of(head: int | None, eps: float, split: Sequence[int] | None) -> tuple[int, float] | None:
+    """The norm of the first two outputs. Raises ValueError unless they consist of whole heads of so many channels."""
+    if head is None:
+        return None
+    if split is None or head < 1 or any(n % head for n in split[:2]):
+        expected = "None without `split`" if split is None else f"a divisor of the first two of {list(split)}"
+        raise ValueError(f"`norm_head` is {head}, expected {expected}")
+    return head, eps
+
+
 def new_outputs(x: Tensor, order: str, split: Sequence[int]) -> tuple[Tensor, ...]:
     """A new tensor for each part of the channels of x, whose dimensions `order` names; channels-last if x is."""
     d, l = order.index("d"), order.find("l")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windrow import _native
 from windrow._replace import has_parameters_of, replace, when_imported
-from windrow._split import new_outputs
+from windrow._split import new_outputs, norm_of
 from windrow.vllm import _activation, _beside, _first, _flags
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "install"]
@@ -60,6 +60,8 @@ def causal_conv1d_fn(
     validate_data: bool = False,
     block_table: Tensor | None = None,
     split: Sequence[int] | None = None,
+    norm_head: int | None = None,
+    norm_eps: float = 1e-6,
     **kwargs: Any,
 ) -> Any:
     """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, updated in place.
@@ -70,6 +72,8 @@ def causal_conv1d_fn(
 
     split: one to three numbers of channels whose sum is dim. The result is then a tuple of tensors [channels, tokens]
     with these channels, in place of one that is split behind the call.
+    norm_head: with `split`, the number of channels of a head. Each head of the first two outputs is divided by
+    sqrt(sum of squares + norm_eps), in place of a kernel of this L2 norm behind the call.
     """
     sequences = query_start_loc.shape[0] - 1
     if weight.dtype != x.dtype or bias is not None and bias.dtype != x.dtype:
@@ -97,6 +101,7 @@ def causal_conv1d_fn(
         None,
         None,
         None,
+        None if norm_head is None else norm_of(norm_head, norm_eps, split),
         *outputs,
     )
     return outputs or y
@@ -122,6 +127,8 @@ def causal_conv1d_update(
     metadata: Any = None,
     validate_data: bool = False,
     split: Sequence[int] | None = None,
+    norm_head: int | None = None,
+    norm_eps: float = 1e-6,
 ) -> Any:
     """A step of decoding: `x` [batch, dim] or [batch, dim, tokens].
 
@@ -172,6 +179,7 @@ def causal_conv1d_update(
         intermediate_conv_window,
         None if slots is None else _first(slots, batch),
         *tree,
+        None if norm_head is None else norm_of(norm_head, norm_eps, split),
         *outputs,
     )
     return y if split is None else outputs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from windrow import _native, _threads
 from windrow._replace import has_parameters_of, replace, when_imported
-from windrow._split import new_outputs
+from windrow._split import new_outputs, norm_of
 
 __all__ = [
     "causal_conv1d_fn",
@@ -98,6 +98,8 @@ def causal_conv1d_fn(
     metadata: Any = None,
     validate_data: bool = False,
     split: Sequence[int] | None = None,
+    norm_head: int | None = None,
+    norm_eps: float = 1e-6,
 ) -> Any:
     """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, updated in place.
 
@@ -109,6 +111,8 @@ def causal_conv1d_fn(
     or [sequences, blocks] with prefix caching. has_initial_state: [sequences], bool; by default no state is read.
     split: one to three numbers of channels whose sum is dim. The result is then a tuple of tensors [channels, tokens]
     with these channels, in place of one that is split behind the call.
+    norm_head: with `split`, the number of channels of a head. Each head of the first two outputs is divided by
+    sqrt(sum of squares + norm_eps), in place of a kernel of this L2 norm behind the call.
     """
     prefix_caching = block_idx_last_scheduled_token is not None
     sequences = query_start_loc.shape[0] - 1
@@ -138,6 +142,7 @@ def causal_conv1d_fn(
         None,
         None,
         None,
+        None if norm_head is None else norm_of(norm_head, norm_eps, split),
         *outputs,
     )
     if outputs:
@@ -163,6 +168,8 @@ def causal_conv1d_update(
     validate_data: bool = False,
     out: Tensor | None = None,
     split: Sequence[int] | None = None,
+    norm_head: int | None = None,
+    norm_eps: float = 1e-6,
 ) -> Any:
     """A step of decoding: `x` [batch, dim], [batch, dim, tokens], or with `query_start_loc` [tokens, dim].
 
@@ -222,6 +229,7 @@ def causal_conv1d_update(
         None,
         None,
         None,
+        None if norm_head is None else norm_of(norm_head, norm_eps, split),
         *outputs,
     )
     if split is not None:

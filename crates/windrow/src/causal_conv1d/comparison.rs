@@ -6,7 +6,7 @@ use super::cpu::shared::epilogue::HALF_ERROR;
 use super::problem::OUTPUTS;
 use super::reference::{Gradients, Reference, UpdateReference};
 use super::split::Split;
-use super::{CausalConv1dGrads, CausalConv1dOutputs, Problem};
+use super::{CausalConv1dGrads, CausalConv1dOutputs, HeadNorm, Problem};
 use crate::cpu::gemm::MAX_TERMS;
 use crate::verification::{Check, Comparison, Expected};
 use crate::{Activation, DType, Result, TensorMut, TensorRef};
@@ -73,29 +73,37 @@ pub(super) fn forward_checks_with(
 ) -> Result<Vec<Check>> {
     let CausalConv1dOutputs { y, y2, y3, .. } = outputs;
     let tolerance = forward_tolerance(&reference.problem, reference.activation, y.dtype());
-    let mut checks =
-        output_checks(want, &reference.problem, [Some(y), y2.as_ref(), y3.as_ref()], tolerance)?;
+    let given = [Some(y), y2.as_ref(), y3.as_ref()];
+    let mut checks = output_checks(want, (&reference.problem, reference.norm), given, tolerance)?;
     if let Some(states) = &outputs.final_states {
         checks.push(check_equal("final_states", &states.as_ref(), reference.final_states()?)?);
     }
     Ok(checks)
 }
 
-/// The outputs, each with its channels of the expected values.
+/// The outputs, each with its channels of the expected values, which are those without a norm.
 pub(super) fn output_checks(
     want: &Expected,
-    problem: &Problem,
+    (problem, norm): (&Problem, Option<HeadNorm>),
     outputs: [Option<&TensorMut<'_>>; OUTPUTS],
     tolerance: f64,
 ) -> Result<Vec<Check>> {
     let given = || outputs.into_iter().flatten();
     let channels = Split::of(given().map(|output| output.desc())).channels();
-    if let [Some(y), None, None] = outputs {
+    if let ([Some(y), None, None], None) = (outputs, norm) {
         return Ok(vec![want.check("y", &y.as_ref(), tolerance)?]);
     }
-    let each = given().zip(channels).zip(["y", "y2", "y3"]);
-    each.map(|((output, channels), what)| {
-        want.narrow(&problem.y_shape(), channels)?.check(what, &output.as_ref(), tolerance)
+    let each = given().zip(channels).zip(["y", "y2", "y3"]).enumerate();
+    each.map(|(i, ((output, channels), what))| {
+        let shape = [problem.b, channels.len(), problem.l];
+        let want = want.narrow(&problem.y_shape(), channels)?;
+        match norm.filter(|_| HeadNorm::takes(i)) {
+            None => want.check(what, &output.as_ref(), tolerance),
+            Some(norm) => {
+                let want = norm.expected(&want, shape, output.dtype(), tolerance)?;
+                want.check(what, &output.as_ref(), 1.0)
+            }
+        }
     })
     .collect()
 }

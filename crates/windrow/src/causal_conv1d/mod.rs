@@ -6,6 +6,7 @@ mod comparison;
 mod configuration;
 mod cpu;
 mod gpu;
+mod norm;
 mod plan;
 mod problem;
 pub(crate) mod random;
@@ -21,6 +22,7 @@ pub(crate) mod verify;
 
 pub use args::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs};
 pub use configuration::CausalConv1dConfiguration;
+pub use norm::HeadNorm;
 pub use plan::{CausalConv1d, CausalConv1dPlan, causal_conv1d};
 pub(crate) use problem::Problem;
 pub use serving::{

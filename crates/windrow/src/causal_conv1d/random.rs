@@ -1,10 +1,10 @@
 //! Random cases of `windrow verify --random`.
 
-use super::sample::{DTYPES, Gradients, Sample, UpdateSample, desc, outputs, parts};
+use super::sample::{DTYPES, Gradients, Sample, UpdateSample, any_heads, desc, outputs, parts};
 use super::verify::{Oracle, run_update_with, run_with};
 use super::{
     CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dPlan, CausalConv1dSpec,
-    CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
+    CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, HeadNorm,
 };
 use crate::plan::HeldInputs;
 use crate::verification::choices::{Choices, shrink};
@@ -53,6 +53,9 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dSpec> {
         spec.y = output(0)?.unwrap_or(spec.y);
         (spec.y2, spec.y3) = (output(1)?, output(2)?);
     }
+    if choices.one_in(4) {
+        spec.norm = Some(any_heads(choices, spec.outputs()));
+    }
     if choices.one_in(2) {
         let parameter = choices.of(&[dtype, DType::F32]);
         spec.bias = Some(desc(choices, style, parameter, &[d_out], true)?);
@@ -89,8 +92,8 @@ fn spoil(
     let &[b, d, l] = spec.x.shape() else { return Ok(None) };
     let contiguous = TensorDesc::contiguous;
     let d_out = spec.weight.shape()[0];
-    (spec.y, spec.y2, spec.y3) = (spec.whole_output()?, None, None);
-    let kind = match choices.below(15) {
+    (spec.y, spec.y2, spec.y3, spec.norm) = (spec.whole_output()?, None, None, None);
+    let kind = match choices.below(16) {
         0 => {
             spec.x.dtype = DType::F64;
             "DType"
@@ -148,6 +151,11 @@ fn spoil(
         14 if spec.weight.shape().last() > Some(&1) => {
             spec.dilation = usize::MAX;
             "SizeOverflow"
+        }
+        15 => {
+            let norm = [HeadNorm::new(0), HeadNorm::new(1).with_epsilon(0.0)];
+            spec.norm = Some(choices.of(&norm));
+            "Parameter"
         }
         9 if b != 1 => {
             (spec.seq_idx, spec.cu_seqlens) = (None, Some(contiguous(DType::I64, &[2])?));
@@ -207,7 +215,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
         return Ok(());
     }
     let numbers = Numbers::random(choices).before(spec.activation);
-    let asked = std::array::from_fn(|_| !choices.one_in(4));
+    let asked = std::array::from_fn(|_| !choices.one_in(4) && spec.norm.is_none());
     let (has_dfinal, staged) = (choices.one_in(2), choices.one_in(8));
     trial.describe(format!(
         "causal_conv1d of {numbers:?} numbers, {:?} threads, gradients {asked:?}, of final states \

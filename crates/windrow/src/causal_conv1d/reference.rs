@@ -1,6 +1,6 @@
 //! The f64 oracle: plain loops over the definition.
 
-use super::{CausalConv1dArgs, Problem};
+use super::{CausalConv1dArgs, HeadNorm, Problem};
 use crate::lists::{collected, filled, room_for};
 use crate::verification::Expected;
 use crate::{Activation, Result, TensorRef};
@@ -10,6 +10,8 @@ use crate::{Activation, Result, TensorRef};
 pub(crate) struct Reference {
     pub problem: Problem,
     pub activation: Activation,
+    /// The norm of the outputs; [`Reference::forward`] computes them without it.
+    pub norm: Option<HeadNorm>,
     /// [b, d, l]
     pub x: Vec<f64>,
     /// [d, width], or [d_out, d, width] if dense.
@@ -53,6 +55,7 @@ impl Reference {
         Ok(Reference {
             problem,
             activation,
+            norm: None,
             x: args.x.to_f64_vec()?,
             weight: args.weight.to_f64_vec()?,
             bias: args.bias.as_ref().map(TensorRef::to_f64_vec).transpose()?,

@@ -2,7 +2,7 @@
 
 use super::{
     CausalConv1d, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, CausalConv1dUpdate,
-    CausalConv1dUpdateSpec,
+    CausalConv1dUpdateSpec, HeadNorm,
 };
 use crate::plan::HeldInputs;
 use crate::verification::choices::Choices;
@@ -53,6 +53,23 @@ pub(super) fn thirds(d: usize) -> Vec<usize> {
         Some(third) => vec![third, third, d - 2 * third],
         None => vec![1; d],
     }
+}
+
+/// A norm of heads that these outputs consist of: as wide as kernels on GPUs divide themselves, or 3 channels.
+pub(super) fn heads<'a>(outputs: impl Iterator<Item = &'a TensorDesc> + Clone) -> HeadNorm {
+    let mut widths = [128, 32, 8, 4, 2, 3].into_iter().map(HeadNorm::new);
+    widths.find(|norm| norm.check(outputs.clone()).is_ok()).unwrap_or(HeadNorm::new(1))
+}
+
+/// A norm of heads of any width of which these outputs consist.
+pub(super) fn any_heads<'a>(
+    choices: &mut Choices<'_>,
+    outputs: impl Iterator<Item = &'a TensorDesc> + Clone,
+) -> HeadNorm {
+    let most = outputs.clone().next().map_or(1, |output| output.shape()[1].max(1));
+    let fits = |&width: &usize| HeadNorm::new(width).check(outputs.clone()).is_ok();
+    let widths: Vec<usize> = (1..=most).filter(fits).collect();
+    HeadNorm::new(choices.of(&widths)).with_epsilon(choices.of(&[1e-6, 1e-6, 1.0, 1e-30]))
 }
 
 /// Numbers in -2..2, all different for different `what`. Multiples of 1/8 for ReLU: sums of their

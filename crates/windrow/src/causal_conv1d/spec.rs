@@ -1,8 +1,8 @@
 //! The spec of a causal convolution: descriptors, options, and the checks that need no data.
 
-use super::Problem;
 use super::problem::rank;
 use super::split::split;
+use super::{HeadNorm, Problem};
 use crate::forms::{fields, names};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
@@ -44,7 +44,8 @@ fields! {
     ///
     /// The output channels may be divided among two or three tensors, each with its own strides: `y` has the first
     /// channels, `y2` those behind them, and `y3` those behind `y2`. Each has at least one channel. The values are
-    /// those that one tensor would have. [`with_split`](Self::with_split) sets all of them.
+    /// those that one tensor would have. [`with_split`](Self::with_split) sets all of them. With a `norm`, `y` and `y2`
+    /// are divided by the L2 norm of their heads.
     ///
     /// ```
     /// use windrow::{Activation, CausalConv1dSpec, DType, TensorDesc};
@@ -88,6 +89,9 @@ fields! {
         y2: TensorDesc => with_y2,
         /// Output of the channels behind those of `y2`, [b, channels, l]; needs `y2`.
         y3: TensorDesc => with_y3,
+        /// Division of `y` and `y2` by the norm of their heads, whose width divides the channels of each. There are no
+        /// gradients with it.
+        norm: HeadNorm => with_norm,
     }
 }
 
@@ -190,6 +194,7 @@ impl CausalConv1dSpec {
         let rows = self.state_rows(&problem)?;
         let dtype = self.x.dtype;
         problem.check_outputs(&self.y, [&self.y2, &self.y3], dtype)?;
+        self.norm.map_or(Ok(()), |norm| norm.check(self.outputs()))?;
         if let Some(bias) = &self.bias {
             problem.check_bias(bias, dtype)?;
         }

@@ -4,7 +4,7 @@ use super::comparison::{
     UpdateOracle, backward_checks_with, check_equal, forward_checks_with, forward_tolerance,
 };
 use super::reference::{Gradients, Reference};
-use super::sample::{Held, Sample, UpdateSample, outputs, thirds};
+use super::sample::{Held, Sample, UpdateSample, heads, outputs, thirds};
 use super::{
     CausalConv1dAlgorithm, CausalConv1dPlan, CausalConv1dSpec, CausalConv1dUpdatePlan,
     CausalConv1dUpdateSpec,
@@ -83,6 +83,9 @@ pub(crate) fn run_with(
         let tolerance = forward_tolerance(&reference.problem, Activation::Identity, DType::F32);
         checks.push(reference.product()?.check("product", &got, tolerance)?);
     }
+    if plan.spec().norm.is_some() {
+        return Ok(checks);
+    }
     let (dy, dfinal) = (sample.dy.as_ref(), sample.dfinal_states.as_ref());
     let dfinal = dfinal.map(|states| states.as_ref());
     plan.backward(&args, dy, dfinal, sample.gradients.some_views(asked)?, &mut workspace)?;
@@ -140,8 +143,8 @@ const LARGEST: usize = 150_000;
 
 /// For these sizes GPUs run other kernels: many rows with more than a tile each, with and without the gradient of x,
 /// walks over several rows of the batch, long walks of large tensors, also of few channels, more rows than a grid has
-/// blocks, many taps with weights of x's type and of f32, split outputs.
-const LARGE: [([usize; 3], usize, &str); 21] = [
+/// blocks, many taps with weights of x's type and of f32, split outputs, norms.
+const LARGE: [([usize; 3], usize, &str); 23] = [
     ([3, 200, 2312], 4, "silu bias"),
     ([3, 200, 2312], 3, "silu bias dx"),
     ([1, 520, 264], 4, "silu bias dx"),
@@ -152,6 +155,7 @@ const LARGE: [([usize; 3], usize, &str); 21] = [
     ([1, 520, 16392], 4, "silu bias split"),
     ([1, 520, 16392], 4, "silu bias seq_idx split"),
     ([1, 520, 16392], 7, "silu bias"),
+    ([1, 1024, 8200], 4, "silu bias norm"),
     ([1, 264, 33_800], 4, "silu bias dx"),
     ([1, 16, 530_003], 3, "silu bias"),
     ([2, 70, 304], 24, "silu bias"),
@@ -163,13 +167,14 @@ const LARGE: [([usize; 3], usize, &str); 21] = [
     ([65_540, 2, 3], 3, "silu bias"),
     ([65_540, 2, 3], 3, "silu seq_idx"),
     ([65_540, 2, 3], 3, "silu bias split"),
+    ([65_540, 2, 3], 3, "silu bias norm"),
 ];
 
 /// [b, d, l] and width of updates: channels that fill no vector, and that fill some.
 const UPDATES: [([usize; 3], usize); 4] =
     [([1, 1, 1], 1), ([4, 70, 1], 4), ([4, 72, 1], 4), ([3, 33, 5], 3)];
 
-const OPTIONS: [&str; 15] = [
+const OPTIONS: [&str; 18] = [
     "plain",
     "silu bias",
     "silu bias states",
@@ -185,8 +190,11 @@ const OPTIONS: [&str; 15] = [
     "silu bias states dilation",
     "gelu seq_idx states dilation",
     "relu cu_seqlens states dilation split",
+    "silu bias split norm",
+    "gelu seq_idx states norm",
+    "relu cu_seqlens split norm",
 ];
-const DENSE_OPTIONS: [&str; 8] = [
+const DENSE_OPTIONS: [&str; 9] = [
     "silu bias states",
     "silu seq_idx",
     "gelu seq_idx states",
@@ -195,6 +203,7 @@ const DENSE_OPTIONS: [&str; 8] = [
     "silu bias states split",
     "gelu seq_idx states dilation",
     "relu cu_seqlens states dilation",
+    "silu bias split norm",
 ];
 
 /// The gradients that a case requests, in the order of [`CausalConv1dGrads`](super::CausalConv1dGrads): each option
@@ -320,7 +329,9 @@ fn spec(
     let states = Some(TensorDesc { dtype, layout });
     spec.initial_states = states.filter(|_| has("states") && !has("final"));
     spec.final_states = states.filter(|_| has("states") && !has("initial"));
-    if has("split") { spec.with_split(&thirds(weight[0])) } else { Ok(spec) }
+    let spec = if has("split") { spec.with_split(&thirds(weight[0]))? } else { spec };
+    let norm = has("norm").then(|| heads(spec.outputs()));
+    Ok(spec.with_norm(norm))
 }
 
 fn update_spec(

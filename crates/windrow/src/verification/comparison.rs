@@ -272,7 +272,7 @@ pub fn ulp(dtype: DType, x: f64) -> f64 {
 }
 
 /// `x` rounded to the nearest value of a type.
-fn round(dtype: DType, x: f64) -> f64 {
+pub(crate) fn round(dtype: DType, x: f64) -> f64 {
     match dtype {
         DType::F32 => f32::from_f64(x).to_f64(),
         DType::F16 => <f16 as Element>::to_f64(<f16 as Element>::from_f64(x)),

@@ -8,7 +8,7 @@ pub(crate) mod random;
 
 pub use choices::Choices;
 pub use comparison::{Comparison, ulp};
-pub(crate) use comparison::{Expected, compare_parts};
+pub(crate) use comparison::{Expected, compare_parts, round};
 pub(crate) use data::tensor_of;
 pub use data::{random, random_tensor};
 pub use random::Outcome;

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from windrow import _native
-from windrow._split import expect
+from windrow._split import expect, norm_of
 from windrow.torch._context_parallel import Divided, is_divided
 from windrow.torch._library import (
     as_autocast,
@@ -148,6 +148,8 @@ def _split_kernel(
     return_final_states: bool,
     batch_invariant: bool = False,
     dilation: int = 1,
+    norm_head: int = 0,
+    norm_eps: float = 1e-6,
 ) -> tuple[Tensor, ...]:
     results = _native.causal_conv1d_split(
         x,
@@ -160,6 +162,7 @@ def _split_kernel(
         split,
         batch_invariant,
         dilation,
+        (norm_head, norm_eps) if norm_head else None,
     )
     states = results.pop() if return_final_states else None
     return or_empty(x, (*results, *[None] * (3 - len(results)), states))
@@ -175,11 +178,17 @@ def _split_fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def _split_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     split, ctx.activation, ctx.return_final_states = inputs[6:9]
     ctx.dilation = _dilation(inputs[9:])
+    ctx.has_norm = len(inputs) > 11 and inputs[11] != 0
     ctx.parts, ctx.others = len(split), len(inputs) - 4
     ctx.save_for_backward(*inputs[:6])
 
 
 def _split_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.has_norm:
+        raise NotImplementedError(
+            "there are no gradients of `causal_conv1d_split` with `norm_head`; call `causal_conv1d_fn`, which computes"
+            " the norm by PyTorch where gradients are wanted"
+        )
     # One copy: the kernels of gradients read all channels of one tensor.
     dy = torch.cat(grads[: ctx.parts], 1)
     return _backward(ctx, dy, grads[3])
@@ -188,7 +197,7 @@ def _split_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 _causal_conv1d_split = define(
     "causal_conv1d_split(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? seq_idx,"
     " Tensor? cu_seqlens, SymInt[] split, str? activation, bool return_final_states, bool batch_invariant=False,"
-    " int dilation=1) -> (Tensor, Tensor, Tensor, Tensor)",
+    " int dilation=1, int norm_head=0, float norm_eps=1e-6) -> (Tensor, Tensor, Tensor, Tensor)",
     _split_kernel,
     _split_fake,
 )
@@ -196,6 +205,12 @@ differentiable(
     _causal_conv1d_split, _split_kernel, _split_setup_context, _split_backward, has_own_gradient=False
 )
 autocast(_causal_conv1d_split, lower_precision=[0, 1, 2, 3])
+
+
+def _divided(y: Tensor, head: int, eps: float) -> Tensor:
+    """The output with its heads divided by their norm, with PyTorch's gradient."""
+    heads = y.unflatten(1, (-1, head)).float()
+    return (heads * torch.rsqrt(heads.square().sum(2, keepdim=True) + eps)).to(y.dtype).flatten(1, 2)
 
 
 @overload
@@ -268,6 +283,8 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Tensor | None = None,
     split: Sequence[int],
+    norm_head: int | None = None,
+    norm_eps: float = 1e-6,
     batch_invariant: bool = False,
     dilation: int = 1,
 ) -> tuple[Tensor, ...]: ...
@@ -286,6 +303,8 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Tensor | None = None,
     split: Sequence[int],
+    norm_head: int | None = None,
+    norm_eps: float = 1e-6,
     batch_invariant: bool = False,
     dilation: int = 1,
 ) -> tuple[Tensor, ...] | tuple[tuple[Tensor, ...], Tensor]: ...
@@ -303,6 +322,8 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Tensor | None = None,
     split: Sequence[int] | None = None,
+    norm_head: int | None = None,
+    norm_eps: float = 1e-6,
     batch_invariant: bool = False,
     dilation: int = 1,
     cp_group: "ProcessGroup | None" = None,
@@ -319,6 +340,9 @@ def causal_conv1d_fn(
     activation: None, "silu", "swish", "gelu", "gelu_tanh", "relu" or "relu6".
     split: one to three numbers of channels whose sum is dim (dim_out). y is then a tuple of tensors, each of which has
     so many of the channels and no gaps: `torch.split(y, split, dim=1)` without a copy behind it.
+    norm_head: with `split`, the number of channels of a head. The first two tensors of y are divided by the L2 norm of
+    their heads, sqrt(sum of squares + norm_eps), as queries and keys of gated delta nets are. Where gradients are
+    wanted PyTorch computes the norm behind the convolution.
     batch_invariant: if true, the bits of a sequence do not depend on the other sequences of the batch, on the number of
     threads, or on what was measured. Dense weights do not have it on CUDA.
     dilation: the distance of neighbouring taps in tokens, as of `torch.nn.functional.conv1d` of x with
@@ -332,6 +356,7 @@ def causal_conv1d_fn(
     """
     _expect_name(activation)
     tensors = (x, weight, bias, initial_states, seq_idx, cu_seqlens)
+    norm = norm_of(norm_head, norm_eps, split)
     y: Any
     reach = (weight.shape[-1] - 1) * dilation
     if cp_group is not None and is_divided(
@@ -346,7 +371,12 @@ def causal_conv1d_fn(
     else:
         expect(split, weight.shape[0])
         rest = (list(split), activation, return_final_states, batch_invariant, dilation)
-        *y, final_states = call(_causal_conv1d_split, _split_kernel, tensors, *rest)
+        if norm is None or any(t is not None and t.requires_grad for t in tensors[:4]) and torch.is_grad_enabled():
+            *y, final_states = call(_causal_conv1d_split, _split_kernel, tensors, *rest)
+            if norm is not None:
+                y[:2] = [_divided(part, *norm) for part in y[: min(2, len(split))]]
+        else:
+            *y, final_states = call(_causal_conv1d_split, _split_kernel, tensors, *rest, *norm)
         y = tuple(y[: len(split)])
     if not return_final_states:
         return y

@@ -54,7 +54,7 @@ impl Engine<CausalConv1d> for Cpu {
         let (spec, problem, isa) = (setup.spec, *setup.problem, setup.place);
         let most = setup.threads();
         let (threads, activation) = (threads.map_or(most, |t| t.min(most)), spec.activation);
-        let gemm = || Im2colGemm::new(problem, activation, isa, threads);
+        let gemm = || Im2colGemm::new(problem, (activation, spec.norm), isa, threads);
         let backward = match problem.dense {
             true => Gradient::Dense(DenseBackward::new(gemm()?)?),
             false => Gradient::Depthwise(Backward::new(problem, activation, threads)?),

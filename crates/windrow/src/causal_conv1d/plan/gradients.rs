@@ -3,7 +3,7 @@
 use super::CausalConv1dPlan;
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, comparison};
 use crate::plan::{Type, engine};
-use crate::{Result, TensorRef, Workspace};
+use crate::{Error, Result, TensorRef, Workspace};
 
 impl CausalConv1dPlan {
     /// Computes the gradients in `grads` from `dy` [b, d_out, l], the gradient of y; if the outputs are split, of all
@@ -11,7 +11,7 @@ impl CausalConv1dPlan {
     /// of their shape. Both have x's type and may have any strides. The sums before the activation are computed again from `args`, so `y` is not needed.
     ///
     /// # Errors
-    /// As [`CausalConv1dPlan::run`].
+    /// As [`CausalConv1dPlan::run`], and [`Error::Unsupported`] with a norm.
     pub fn backward(
         &self,
         args: &CausalConv1dArgs<'_>,
@@ -40,6 +40,12 @@ impl CausalConv1dPlan {
         grads: &CausalConv1dGrads<'_>,
         workspace: &Workspace,
     ) -> Result<()> {
+        if self.spec.norm.is_some() {
+            return Err(Error::unsupported(
+                "gradients of causal_conv1d with a norm",
+                "make a plan without it, and compute the norm and its gradient behind the convolution",
+            ));
+        }
         let (problem, dtype) = (&self.problem, self.spec.x.dtype);
         let states = self.spec.states_shape()?;
         let mut checks = self.check_run(args, workspace)?;

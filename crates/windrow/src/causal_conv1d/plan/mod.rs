@@ -157,7 +157,8 @@ impl CausalConv1dPlan {
 
     /// The f64 oracle of this plan for these arguments.
     pub(crate) fn reference(&self, args: &CausalConv1dArgs<'_>) -> Result<Reference> {
-        Reference::new(self.problem, self.spec.activation, args)
+        let reference = Reference::new(self.problem, self.spec.activation, args)?;
+        Ok(Reference { norm: self.spec.norm, ..reference })
     }
 }
 

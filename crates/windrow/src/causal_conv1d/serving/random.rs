@@ -2,7 +2,7 @@
 
 use super::verify::{IndexValues, ServingSample};
 use super::{CausalConv1dServingPlan, CausalConv1dServingSpec, Sizes, TREE};
-use crate::causal_conv1d::sample::{DTYPES, desc, parts};
+use crate::causal_conv1d::sample::{DTYPES, any_heads, desc, parts};
 use crate::causal_conv1d::{CausalConv1dAlgorithm, CausalConv1dConfiguration};
 use crate::verification::choices::{Choices, shrink};
 use crate::verification::data::{Held, Numbers, Style, options};
@@ -63,6 +63,9 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dServingSp
         };
         spec.y = output(0)?.unwrap_or(spec.y);
         (spec.y2, spec.y3) = (output(1)?, output(2)?);
+    }
+    if choices.one_in(4) {
+        spec.norm = Some(any_heads(choices, spec.outputs()));
     }
     let index = |choices: &mut Choices<'_>, shape: &[usize]| {
         let dtype = choices.of(&[DType::I32, DType::I64]);

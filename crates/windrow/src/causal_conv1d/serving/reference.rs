@@ -1,8 +1,8 @@
 //! The f64 oracle of serving: plain loops over the definition.
 
 use super::{CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec};
-use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::reference::integers;
+use crate::causal_conv1d::{HeadNorm, Problem};
 use crate::lists::{collected, filled, room_for};
 use crate::verification::Expected;
 use crate::{Activation, Result, TensorMut, TensorRef};
@@ -12,6 +12,8 @@ use crate::{Activation, Result, TensorMut, TensorRef};
 pub(crate) struct ServingReference {
     pub problem: Problem,
     pub activation: Activation,
+    /// The norm of the outputs; [`ServingReference::run`] computes them without it.
+    pub norm: Option<HeadNorm>,
     sequences: usize,
     state_len: usize,
     blocks: usize,
@@ -81,6 +83,7 @@ impl ServingReference {
         Ok(ServingReference {
             problem: sizes.problem,
             activation: spec.activation,
+            norm: spec.norm,
             sequences: sizes.sequences,
             state_len: sizes.state_len,
             blocks: sizes.blocks,

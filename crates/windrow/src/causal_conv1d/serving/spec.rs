@@ -1,8 +1,8 @@
 //! The spec of a serving call, and the checks that need no data.
 
-use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::problem::{check_index, rank};
 use crate::causal_conv1d::split::split;
+use crate::causal_conv1d::{HeadNorm, Problem};
 use crate::forms::fields;
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
@@ -48,7 +48,8 @@ fields! {
     ///
     /// - **Split outputs**: the channels of the output may be divided among two or three tensors, each with its own
     ///   strides: `y` has the first channels, `y2` those behind them, and `y3` those behind `y2`. Each has at least one
-    ///   channel. [`with_split`](Self::with_split) sets all of them.
+    ///   channel. [`with_split`](Self::with_split) sets all of them. With a `norm`, `y` and `y2` are divided by the L2
+    ///   norm of their heads.
     ///
     /// Source: the calls of vLLM (<https://github.com/vllm-project/vllm>), `causal_conv1d_fn` and
     /// `causal_conv1d_update`; intermediate windows and trees are those of SGLang
@@ -107,6 +108,8 @@ fields! {
         y2: TensorDesc => with_y2,
         /// Output of the channels behind those of `y2`, [b, channels, l]; needs `y2`.
         y3: TensorDesc => with_y3,
+        /// Division of `y` and `y2` by the norm of their heads, whose width divides the channels of each.
+        norm: HeadNorm => with_norm,
     }
 }
 
@@ -227,6 +230,7 @@ impl CausalConv1dServingSpec {
         let problem = Problem::depthwise(&self.x, &self.weight)?;
         self.check_states(&problem)?;
         problem.check_outputs(&self.y, [&self.y2, &self.y3], self.x.dtype)?;
+        self.norm.map_or(Ok(()), |norm| norm.check(self.outputs()))?;
         if let Some(bias) = &self.bias {
             problem.check_bias(bias, self.x.dtype)?;
         }

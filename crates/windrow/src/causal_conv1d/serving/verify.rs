@@ -7,7 +7,7 @@ use super::{
     CausalConv1dServingSpec, Sizes, TREE,
 };
 use crate::causal_conv1d::CausalConv1dAlgorithm;
-use crate::causal_conv1d::sample::thirds;
+use crate::causal_conv1d::sample::{heads, thirds};
 use crate::lists::filled;
 use crate::plan::HeldInputs;
 use crate::verification::choices::Choices;
@@ -294,7 +294,7 @@ impl ServingSample {
 
 /// The sizes: sequences, tokens of all of them, channels; and width. The last two are steps that keep a device busy,
 /// with channels that are whole vectors of 16 bytes in f16/bf16, and of 8.
-const SIZES: [([usize; 3], usize); 7] = [
+const SIZES: [([usize; 3], usize); 9] = [
     ([1, 1, 1], 1),
     ([4, 4, 72], 4),
     ([5, 90, 33], 3),
@@ -302,9 +302,14 @@ const SIZES: [([usize; 3], usize); 7] = [
     ([2, 40, 16], 9),
     ([33, 33, 504], 4),
     ([33, 33, 516], 4),
+    ([3, 60, NORM], 4),
+    ([33, 33, NORM], 4),
 ];
 
-const OPTIONS: [&str; 23] = [
+/// The number of channels of cases with a norm alone: whole heads of 128.
+const NORM: usize = 512;
+
+const OPTIONS: [&str; 28] = [
     "decode",
     "decode flags",
     "decode in place",
@@ -328,6 +333,11 @@ const OPTIONS: [&str; 23] = [
     "few drafts split",
     "table ends flags split",
     "rows tree split",
+    "decode split norm",
+    "rows norm in place",
+    "prompts flags null split norm",
+    "few drafts split norm",
+    "rows tree split norm",
 ];
 
 pub(crate) fn cases(device: Device) -> Vec<Case> {
@@ -336,6 +346,9 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
         for (layout, order) in [("channel_first", [0, 1, 2]), ("channel_last", [0, 2, 1])] {
             for (sizes, width) in SIZES {
                 for option in OPTIONS {
+                    if sizes[2] == NORM && !option.contains("norm") {
+                        continue;
+                    }
                     let Ok(spec) = spec(dtype, &order, sizes, width, option) else { continue };
                     let options = PlanOptions { device, ..PlanOptions::default() };
                     cases.push(Case {
@@ -420,5 +433,11 @@ fn spec(
         .with_next_token(links)
         .with_next_sibling(links)
         .with_parent_token(links);
-    if has("split") { spec.with_split(&thirds(d)) } else { Ok(spec) }
+    let spec = match has("split") {
+        true if d == NORM => spec.with_split(&[d / 4, d / 4, d / 2])?,
+        true => spec.with_split(&thirds(d))?,
+        false => spec,
+    };
+    let norm = has("norm").then(|| heads(spec.outputs()));
+    Ok(spec.with_norm(norm))
 }

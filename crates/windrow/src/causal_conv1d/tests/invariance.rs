@@ -12,6 +12,7 @@ struct Sequence {
     /// For the CPU.
     isa: Isa,
     activation: Activation,
+    norm: Option<HeadNorm>,
     /// [1, d, l]
     x: Held,
     weight: Held,
@@ -65,7 +66,8 @@ impl Sequence {
             .unwrap()
             .with_output(*y.desc())
             .with_bias(*self.bias.as_ref().desc())
-            .with_activation(self.activation);
+            .with_activation(self.activation)
+            .with_norm(self.norm);
         let plan = CausalConv1dPlan::on_isa(&spec, &by, &self.options(threads), self.isa).unwrap();
         let mut workspace = Workspace::new(self.device, plan.workspace_bytes()).unwrap();
         plan.run(&args, CausalConv1dOutputs::new(y), &mut workspace).unwrap();
@@ -84,7 +86,8 @@ impl Sequence {
             .with_bias(*self.bias.as_ref().desc())
             .with_initial_states(desc)
             .with_final_states(desc)
-            .with_activation(self.activation);
+            .with_activation(self.activation)
+            .with_norm(self.norm);
         let plan = CausalConv1dPlan::on_isa(&spec, &direct(), &self.options(2), self.isa).unwrap();
         let mut workspace = Workspace::new(self.device, plan.workspace_bytes()).unwrap();
         let outputs = CausalConv1dOutputs::new(y).with_final_states(next.as_mut().unwrap());
@@ -102,7 +105,8 @@ impl Sequence {
             .unwrap()
             .with_output(*y.desc())
             .with_bias(*self.bias.as_ref().desc())
-            .with_activation(self.activation);
+            .with_activation(self.activation)
+            .with_norm(self.norm);
         let plan = CausalConv1dServingPlan::on_isa(&spec, &direct(), &self.options(2), self.isa);
         let plan = plan.unwrap();
         let mut workspace = Workspace::new(self.device, plan.workspace_bytes()).unwrap();
@@ -149,6 +153,7 @@ struct Batch {
     weight: (TensorDesc, Vec<f64>),
     bias: (TensorDesc, Vec<f64>),
     activation: Activation,
+    norm: Option<HeadNorm>,
     what: String,
 }
 
@@ -165,6 +170,8 @@ impl Batch {
             Activation::Gelu(Approximate::None),
         ]);
         let order = choices.of(&[[0, 1, 2], [0, 2, 1]]);
+        let widths: Vec<usize> = (1..=d).filter(|&width| d.is_multiple_of(width)).collect();
+        let norm = choices.one_in(2).then(|| HeadNorm::new(choices.of(&widths)));
         let layout = Layout::with_order(&[3, d, l], &order).unwrap();
         let with = |what: u64, desc: TensorDesc| {
             (desc, random(case * 7 + what, desc.layout.len(), -9.0, 9.0))
@@ -175,7 +182,8 @@ impl Batch {
             weight: with(1, parameter(&[d, width])),
             bias: with(2, parameter(&[d])),
             activation,
-            what: format!("{dtype} {d} x {l} width {width} {activation:?} {order:?}"),
+            norm,
+            what: format!("{dtype} {d} x {l} width {width} {activation:?} {norm:?} {order:?}"),
         }
     }
 
@@ -192,6 +200,7 @@ impl Batch {
             device,
             isa,
             activation: self.activation,
+            norm: self.norm,
             x: hold(&(one, values[row..].to_vec())),
             weight: hold(&self.weight),
             bias: hold(&self.bias),
@@ -218,7 +227,8 @@ impl Batch {
             assert_eq!(y, alone, "chunks of {n} tokens: {what}");
             assert_eq!(kept, state, "the state of chunks of {n} tokens: {what}");
         }
-        for n in [1, 4] {
+        // Updates have no norm.
+        for n in [1, 4].into_iter().filter(|_| self.norm.is_none()) {
             let [y, kept] = sequence.in_pieces(n, Sequence::update);
             assert_eq!(y, alone, "updates of {n} tokens: {what}");
             assert_eq!(kept, state, "the state of updates of {n} tokens: {what}");

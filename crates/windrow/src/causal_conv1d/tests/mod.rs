@@ -4,6 +4,7 @@ mod dilation;
 mod errors;
 mod extremes;
 mod invariance;
+mod norm;
 mod split;
 
 use super::sample::{Held, Sample, UpdateSample, outputs};

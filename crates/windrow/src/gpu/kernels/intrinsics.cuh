@@ -52,6 +52,19 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 #endif
 }
 
+// 1 / sqrt(x) within two units in the last place, for normal x > 0; 0 for infinity.
+__device__ __forceinline__ float rsqrt_fast(float x) {
+#if WINDROW_PTX
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#elif defined(__HIP__)
+    return __builtin_amdgcn_rsqf(x);
+#else
+    return 1.0f / sqrtf(x);
+#endif
+}
+
 // The larger of two numbers, NaN if either is; +0 is larger than -0.
 __device__ __forceinline__ float max_nan(float a, float b) {
 #if WINDROW_PTX >= 800

@@ -10,10 +10,10 @@ pub(crate) mod gradients;
 
 use super::shared::kernel::{TOKENS, along_channels, along_tokens};
 use super::shared::store::Sum;
-use super::shared::{GROUP, Inputs, Operand, Outputs, Parameters, Tile, each, spread};
+use super::shared::{GROUP, Heads, Inputs, Operand, Outputs, Parameters, Tile, each, spread};
 use crate::causal_conv1d::sequences::Run;
 use crate::causal_conv1d::split::Split;
-use crate::causal_conv1d::{CausalConv1dSpec, Problem};
+use crate::causal_conv1d::{CausalConv1dSpec, HeadNorm, Problem};
 use crate::cpu::{
     Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for_workers,
 };
@@ -38,6 +38,7 @@ pub(crate) struct Forward {
     problem: Problem,
     split: Split,
     activation: Activation,
+    norm: Option<HeadNorm>,
     direction: Direction,
     /// True to write y around the cache, because x and y do not fit in it.
     stream: bool,
@@ -59,7 +60,7 @@ impl Forward {
         task: [Option<usize>; 2],
     ) -> Result<Self> {
         let Problem { b, d, l, .. } = problem;
-        let (activation, element) = (spec.activation, spec.x.dtype.size());
+        let (activation, norm, element) = (spec.activation, spec.norm, spec.x.dtype.size());
         let split = Split::of(spec.outputs());
         // True if elements of this dimension are neighbours in all tensors.
         let neighbours =
@@ -86,6 +87,7 @@ impl Forward {
         };
         let channels =
             task[0].map_or(channels, |most| most.min(d).next_multiple_of(GROUP).max(GROUP));
+        let channels = HeadNorm::whole(norm, channels, d);
         let tokens = task[1].map_or(tokens, |most| most.clamp(1, l.max(1)));
         let tasks = b * split.blocks(channels) * l.div_ceil(tokens);
         let threads = if total <= 8192 { 1 } else { threads.min(tasks) };
@@ -106,6 +108,7 @@ impl Forward {
             problem,
             split,
             activation,
+            norm,
             direction,
             stream,
             threads,
@@ -169,6 +172,7 @@ impl Forward {
                     plan: self,
                     inputs,
                     y: *outputs.get(output),
+                    norm: self.norm.filter(|_| HeadNorm::takes(output)),
                     b,
                     channels,
                     tokens: token..(token + self.tokens).min(l),
@@ -185,6 +189,7 @@ struct Task<'a, T> {
     plan: &'a Forward,
     inputs: &'a Inputs<'a, T>,
     y: Operand<T>,
+    norm: Option<HeadNorm>,
     b: usize,
     channels: Range<usize>,
     tokens: Range<usize>,
@@ -201,7 +206,8 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
             width: problem.width,
             dilation: problem.dilation,
             activation: self.plan.activation,
-            stream: self.plan.stream,
+            // What is read again stays in the cache.
+            stream: self.plan.stream && self.norm.is_none(),
         };
         let (history, dilation) = (problem.history(), problem.dilation);
         let Inputs { tokens, parameters } = self.inputs;
@@ -258,7 +264,10 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
                 t = end;
             }
         }
-        if self.plan.stream {
+        if let Some(norm) = self.norm {
+            let Task { y, b: row, channels, tokens, .. } = self;
+            s.outlined(Heads { norm, y: &y, row, channels, tokens });
+        } else if self.plan.stream {
             s.stream_fence();
         }
     }

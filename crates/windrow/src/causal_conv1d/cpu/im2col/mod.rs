@@ -5,9 +5,9 @@ pub(crate) mod gradients;
 
 use super::shared::epilogue::epilogue;
 use super::shared::operand::{gather, gather_as};
-use super::shared::{Inputs, Outputs, Parameters, Tokens};
-use crate::causal_conv1d::Problem;
+use super::shared::{Heads, Inputs, Outputs, Parameters, Tokens};
 use crate::causal_conv1d::sequences::{Run, Source};
+use crate::causal_conv1d::{HeadNorm, Problem};
 use crate::cpu::gemm::{Gemm, Matrix};
 use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::{Activation, Error, Result, TensorRef};
@@ -26,6 +26,7 @@ pub(crate) type Stages = (Vec<f32>, Vec<f32>);
 pub(crate) struct Im2colGemm {
     pub(super) problem: Problem,
     pub(super) activation: Activation,
+    norm: Option<HeadNorm>,
     pub(super) isa: Isa,
     pub(super) threads: usize,
     /// Tokens of a product.
@@ -38,7 +39,7 @@ pub(crate) struct Im2colGemm {
 impl Im2colGemm {
     pub(crate) fn new(
         problem: Problem,
-        activation: Activation,
+        (activation, norm): (Activation, Option<HeadNorm>),
         isa: Isa,
         threads: usize,
     ) -> Result<Self> {
@@ -61,7 +62,7 @@ impl Im2colGemm {
             (total <= isize::MAX as usize / 4).then_some(parts)
         };
         let parts = if problem.is_empty() { [0; 5] } else { sizes().ok_or_else(overflow)? };
-        Ok(Im2colGemm { problem, activation, isa, threads, tokens, parts })
+        Ok(Im2colGemm { problem, activation, norm, isa, threads, tokens, parts })
     }
 
     pub(crate) fn workspace_bytes(&self) -> usize {
@@ -321,7 +322,7 @@ impl<T: SimdElement> Kernel for Epilogue<'_, T> {
             // SAFETY: the row has d_out elements, as have the bias and the token of y.
             unsafe {
                 let product = self.product.add(row * d_out);
-                for (to, channels) in self.outputs.iter() {
+                for (i, (to, channels)) in self.outputs.iter().enumerate() {
                     for c in channels.clone().step_by(S::LANES) {
                         let n = S::LANES.min(channels.end - c);
                         let sum = s.load_first(product.add(c), n);
@@ -329,6 +330,10 @@ impl<T: SimdElement> Kernel for Epilogue<'_, T> {
                         let y = epilogue::<S, T>(s, self.plan.activation, sum);
                         let y = if padding { s.zero() } else { y };
                         store_channels(s, (to.at(self.b, 0, t), to.strides[1]), c, y, n);
+                    }
+                    if let Some(norm) = self.plan.norm.filter(|_| HeadNorm::takes(i)) {
+                        let (row, tokens) = (self.b, t..t + 1);
+                        s.outlined(Heads { norm, y: to, row, channels, tokens });
                     }
                 }
             }

@@ -3,11 +3,13 @@
 
 pub(crate) mod epilogue;
 pub(crate) mod kernel;
+mod norm;
 pub(crate) mod operand;
 mod outputs;
 pub(crate) mod store;
 mod tile;
 
+pub(crate) use norm::Heads;
 pub(crate) use operand::{Operand, Parameters};
 pub(crate) use outputs::Outputs;
 pub(crate) use tile::{Tile, Tokens, each, spread};

@@ -16,7 +16,7 @@ typedef Raw<T, VECTOR> Vector;
 struct Walk {
     float weight[WIDTH][VECTOR], bias[VECTOR], window[HALO][VECTOR];
 
-    __device__ __forceinline__ Vector step(const Vector &in, unsigned mask) {
+    __device__ __forceinline__ Vector step(const Params &p, i64 d, const Vector &in, unsigned mask) {
         float now[VECTOR], out[VECTOR];
         in.unpack(now);
 #pragma unroll
@@ -31,6 +31,7 @@ struct Walk {
         }
         Vector v;
         v.pack(out);
+        normalise(p, d, v);
         return v;
     }
 };
@@ -71,14 +72,14 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Param
                 Vector in = ahead[s];
                 if (t + STEPS + s < end) ahead[s].template load<VECTOR>(x);
                 x += p.x_stride[2];
-                walk.step(in, MASK ? mask[t + s] : 0).template store<VECTOR>(y);
+                walk.step(p, d, in, MASK ? mask[t + s] : 0).template store<VECTOR>(y);
                 y += output.stride[2];
             }
         }
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             if (t + s < end) {
-                walk.step(ahead[s], MASK ? mask[t + s] : 0).template store<VECTOR>(y);
+                walk.step(p, d, ahead[s], MASK ? mask[t + s] : 0).template store<VECTOR>(y);
                 y += output.stride[2];
             }
         }

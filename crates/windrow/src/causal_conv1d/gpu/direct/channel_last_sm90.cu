@@ -76,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
                 window[HALO - 1][i] = now[i];
             }
             v.pack(out);
+            normalise(p, d, v);
             v.template store<VECTOR>(own);
         }
     }

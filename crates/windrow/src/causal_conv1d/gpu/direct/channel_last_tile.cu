@@ -52,6 +52,7 @@ extern "C" __global__ void BOUNDS KERNEL(const Params p) {
         }
         Vector v;
         v.pack(out);
+        normalise(p, d, v);
         v.template store<VECTOR>(y + r * output.stride[2]);
     }
 }

@@ -3,9 +3,9 @@
 use super::taps::Taps;
 use crate::TensorDesc;
 use crate::causal_conv1d::gpu::shared::{
-    GRID, Params, SMALL, THREADS, is_simple, kernel_spec, source,
+    GRID, Params, SMALL, THREADS, define_norm, fits_in_warp, is_simple, kernel_spec, source,
 };
-use crate::causal_conv1d::{CausalConv1dSpec, Problem};
+use crate::causal_conv1d::{CausalConv1dSpec, HeadNorm, Problem};
 use crate::gpu::{Feature, KernelSpec, Launch};
 
 source!(CHANNEL_FIRST, "channel_first.cu");
@@ -141,38 +141,57 @@ impl Form {
         let blocks = if width == 5 { 7 } else { 8 };
         let simple = mask == 0 && is_simple(spec.activation) && width <= 4;
         let (is_half, is_split) = (spec.x.dtype.is_half(), spec.y2.is_some());
-        match self {
-            Form::ChannelFirst { steps, .. } => Some(
-                kernel_spec(&CHANNEL_FIRST, "channel_first", spec)
-                    .define("STEPS", steps)
-                    .define("MASK", mask),
-            ),
-            Form::ChannelLast { vector, .. } => Some(
+        let kernel = match self {
+            Form::ChannelFirst { steps, .. } => kernel_spec(&CHANNEL_FIRST, "channel_first", spec)
+                .define("STEPS", steps)
+                .define("MASK", mask),
+            Form::ChannelLast { vector, .. } => {
                 kernel_spec(&CHANNEL_LAST, "channel_last", spec)
                     .define("STEPS", AHEAD)
                     .define("VECTOR", vector)
                     // More blocks of a multiprocessor hide more, where registers suffice.
                     .define("MIN_BLOCKS", if simple && (is_half || !is_split) { 5 } else { 1 })
-                    .define("MASK", mask),
-            ),
-            Form::ChannelLastTile { vector, rows } => Some(
+                    .define("MASK", mask)
+            }
+            Form::ChannelLastTile { vector, rows } => {
                 kernel_spec(&CHANNEL_LAST_TILE, "channel_last_tile", spec)
                     .define("ROWS", rows)
                     .define("VECTOR", vector)
-                    .define("MASK", mask),
-            ),
-            Form::ChannelLastShared { vector, rows, lanes } => Some(
+                    .define("MASK", mask)
+            }
+            Form::ChannelLastShared { vector, rows, lanes } => {
                 kernel_spec(&CHANNEL_LAST_SM90, "channel_last_sm90", spec)
                     .needs(Feature::BulkCopies)
                     .define("THREADS", THREADS)
                     .define("VECTOR", vector)
                     .define("ROWS", rows)
                     .define("LANES", lanes)
-                    .define("MIN_BLOCKS", if is_simple(spec.activation) { blocks } else { 1 }),
-            ),
-            Form::Taps(taps) => Some(taps.kernel(spec)),
-            Form::Plain => None,
+                    .define("MIN_BLOCKS", if is_simple(spec.activation) { blocks } else { 1 })
+            }
+            Form::Taps(taps) => taps.kernel(spec),
+            Form::Plain => return None,
+        };
+        Some(match self.vector() {
+            Some(vector) => define_norm(kernel, self.norm(spec), vector),
+            None => kernel,
+        })
+    }
+
+    /// Neighbouring channels of a thread, if neighbouring threads have neighbouring channels.
+    fn vector(self) -> Option<usize> {
+        match self {
+            Form::ChannelLast { vector, .. }
+            | Form::ChannelLastTile { vector, .. }
+            | Form::ChannelLastShared { vector, .. } => Some(vector),
+            _ => None,
         }
+    }
+
+    /// The norm, if the main kernel divides heads by it. It does not if another kernel computes outputs again that depend
+    /// on an initial state.
+    pub(super) fn norm(self, spec: &CausalConv1dSpec) -> Option<HeadNorm> {
+        let vector = self.vector().filter(|_| spec.initial_states.is_none())?;
+        spec.norm.filter(|&norm| fits_in_warp(norm, vector))
     }
 
     /// The launch of the main kernel for elements of this number of bytes; `None` if it cannot read these addresses.

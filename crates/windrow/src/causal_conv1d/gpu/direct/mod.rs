@@ -5,7 +5,9 @@ mod gradients;
 mod taps;
 
 use self::form::Form;
-use super::shared::{MASK, Params, kernel_spec, plain_launch, rows_launch, source, states_kernel};
+use super::shared::{
+    MASK, NormBehind, Params, kernel_spec, plain_launch, rows_launch, source, states_kernel,
+};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Kernels};
 use crate::{Device, Result, Workspace};
@@ -29,6 +31,10 @@ pub(crate) struct Direct {
     plain: &'static Kernel,
     mask: Option<&'static Kernel>,
     states: Option<&'static Kernel>,
+    /// True if the main kernel divides heads by their norm.
+    has_norm: bool,
+    /// The norm behind a kernel that does not.
+    norm: Option<NormBehind>,
     gradients: Kernels<gradients::Key>,
 }
 
@@ -63,13 +69,20 @@ impl Direct {
             plain: gpu.kernel(&kernel_spec(&PLAIN, "plain", spec))?,
             mask: load(mask_kernel(spec, form))?,
             states: load(states_kernel(spec, form != Form::Plain))?,
+            has_norm: form.norm(spec).is_some(),
+            norm: NormBehind::of(gpu, spec.norm, spec.outputs())?,
             gradients: Kernels::default(),
         })
     }
 
     /// A description of the kernel's blocks, in one line.
     pub(crate) fn explain(&self) -> String {
-        self.form.explain()
+        let norm = match (&self.norm, self.has_norm) {
+            (None, _) => "",
+            (_, true) => ", norm in the same kernel",
+            (_, false) => ", norm in a second kernel",
+        };
+        format!("{}{norm}", self.form.explain())
     }
 
     fn mask_bytes(&self) -> usize {
@@ -97,6 +110,7 @@ impl Direct {
             ..self.params.with_inputs(self.gpu, args)?.with_outputs(outputs)
         };
         let Params { batch, channels, length, sequences, .. } = params;
+        let mut is_divided = batch * channels * length == 0;
         // SAFETY: `Params` is the kernels' structure (they compare its size); views are valid on this
         // device for the strides in it, and the mask has one word for every position.
         unsafe {
@@ -105,12 +119,18 @@ impl Direct {
                     mask.launch(stream, rows_launch(length, batch), &params)?;
                 }
                 match (self.main, self.form.launch(&mut params, self.element)) {
-                    (Some(main), Some(launch)) => main.launch(stream, launch, &params)?,
+                    (Some(main), Some(launch)) => {
+                        main.launch(stream, launch, &params)?;
+                        is_divided = self.has_norm;
+                    }
                     _ => self.plain.launch(stream, plain_launch(&params), &params)?,
                 }
             }
             if let Some(states) = self.states {
                 states.launch(stream, rows_launch(channels, sequences), &params)?;
+            }
+            if let Some(norm) = self.norm.as_ref().filter(|_| !is_divided) {
+                norm.run(stream, &outputs.y, [outputs.y2.as_ref(), outputs.y3.as_ref()])?;
             }
         }
         Ok(())
@@ -120,6 +140,7 @@ impl Direct {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::causal_conv1d::HeadNorm;
     use crate::{Activation, Approximate, DType, Layout, TensorDesc};
 
     const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -163,6 +184,50 @@ mod tests {
             }
         }
         crate::gpu::compile_tests::check_compiles_in_turn(&kernels);
+    }
+
+    #[test]
+    fn kernels_with_a_norm_compile_without_spills() {
+        let mut kernels = Vec::new();
+        for (shape, width) in
+            [([8, 4096, 2048], 4), ([8, 4096, 2048], 5), ([8, 4096, 2048], 2), ([1, 256, 2048], 4)]
+        {
+            for dtype in TYPES {
+                let bias = TensorDesc::contiguous(dtype, &shape[1..2]).unwrap();
+                let plain = spec(dtype, shape, width, [0, 2, 1])
+                    .with_activation(Activation::Silu)
+                    .with_bias(bias);
+                let split = plain.clone().with_split(&[128, 128, shape[1] - 256]);
+                let split = split.unwrap_or(plain.clone());
+                let numbers = TensorDesc::contiguous(DType::I32, &[shape[0], shape[2]]).unwrap();
+                for spec in [split.clone().with_seq_idx(numbers), split, plain] {
+                    for head in [32, 128] {
+                        let spec = spec.clone().with_norm(HeadNorm::new(head));
+                        for bulk in [false, true] {
+                            let form = Form::of(&spec, &spec.problem().unwrap(), |_| bulk);
+                            let kernel = form.kernel(&spec).unwrap();
+                            assert!(
+                                form.norm(&spec).is_some() && kernel.value_of("HEAD").is_some()
+                            );
+                            kernels.push(kernel);
+                        }
+                    }
+                }
+            }
+        }
+        crate::gpu::compile_tests::check_compiles_in_turn(&kernels);
+    }
+
+    /// Else the kernel of the states would compute outputs behind the norm.
+    #[test]
+    fn states_take_the_norm_in_a_second_kernel() {
+        let spec = spec(DType::BF16, [1, 256, 2048], 4, [0, 2, 1]).with_norm(HeadNorm::new(128));
+        let form = Form::of(&spec, &spec.problem().unwrap(), |_| true);
+        assert!(form.norm(&spec).is_some());
+        let states = TensorDesc::contiguous(DType::BF16, &[1, 256, 3]).unwrap();
+        let spec = spec.with_initial_states(states);
+        assert_eq!(form.norm(&spec), None);
+        assert_eq!(form.kernel(&spec).unwrap().value_of("HEAD"), None);
     }
 
     #[test]

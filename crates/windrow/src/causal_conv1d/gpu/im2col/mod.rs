@@ -2,7 +2,7 @@
 
 pub(crate) mod gradients;
 
-use super::shared::{GRID, Params, rows_launch, source, states_kernel, strides};
+use super::shared::{GRID, NormBehind, Params, rows_launch, source, states_kernel, strides};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
 use crate::gpu::{
     Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, Kernel, KernelSpec, Launch, Matrix, Source,
@@ -47,6 +47,7 @@ pub(in crate::causal_conv1d) struct Im2colGemm {
     expand: &'static Kernel,
     epilogue: &'static Kernel,
     states: Option<&'static Kernel>,
+    norm: Option<NormBehind>,
 }
 
 /// A matrix of the workspace.
@@ -161,6 +162,7 @@ impl Im2colGemm {
             expand: load(expand)?,
             epilogue: load(epilogue)?,
             states: states_kernel(spec, false).map(load).transpose()?,
+            norm: NormBehind::of(gpu, spec.norm, spec.outputs())?,
         })
     }
 
@@ -193,6 +195,11 @@ impl Im2colGemm {
         // part that of the states' kernel; views are valid on this device for the strides in it.
         unsafe {
             self.epilogue.launch(stream, self.tiles(params.outputs), &params)?;
+            if let Some(norm) =
+                self.norm.as_ref().filter(|_| params.base.batch * params.base.length > 0)
+            {
+                norm.run(stream, &outputs.y, [outputs.y2.as_ref(), outputs.y3.as_ref()])?;
+            }
             match self.states {
                 Some(states) => {
                     states.launch(stream, rows_launch(channels, sequences), &params.base)

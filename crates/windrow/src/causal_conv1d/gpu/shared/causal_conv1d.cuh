@@ -4,7 +4,7 @@
 // DILATED  taps are p.dilation tokens apart, not one
 // ALONG_CHANNELS   the dimension that neighbouring threads follow is d instead of l
 #pragma once
-#include "parameters.cuh"
+#include "norm.cuh"
 
 struct Params {
     S *y;
@@ -32,6 +32,9 @@ struct Params {
     // The outputs behind y: see `output_of`.
     S *further_y[2];
     i64 further_stride[2][3], further_first[2];
+    // The norm of heads: see `normalise`.
+    i64 norm_channels;
+    float epsilon;
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 

@@ -1,13 +1,15 @@
 //! The code that kernels of causal convolution share: headers, parameters, constants, launches.
 
 mod indices;
+mod norm;
 mod outputs;
 
 pub(crate) use indices::broken_rule;
+pub(crate) use norm::{NormBehind, define_norm, fits_in_warp, norm_channels};
 pub(crate) use outputs::{Further, define_outputs, further_addresses};
 
 use crate::causal_conv1d::{
-    CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, Problem,
+    CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, HeadNorm, Problem,
 };
 use crate::gpu::{Gpu, KernelSpec, Launch, Source, params, type_name};
 use crate::{Activation, DType, Result, TensorDesc, TensorMut, TensorRef};
@@ -21,9 +23,11 @@ macro_rules! header {
 pub(crate) use header;
 
 pub(crate) const PARAMETERS: Source = header!("parameters.cuh");
+pub(crate) const NORMS: Source = header!("norm.cuh");
 
 pub(crate) static INCLUDES: &[Source] = &[
     PARAMETERS,
+    NORMS,
     header!("causal_conv1d.cuh"),
     header!("vector.cuh"),
     header!("row.cuh"),
@@ -95,6 +99,8 @@ params! {
         pub(crate) further_y: [usize; 2],
         pub(crate) further_stride: [[isize; 3]; 2],
         pub(crate) further_first: [usize; 2],
+        pub(crate) norm_channels: usize,
+        pub(crate) epsilon: f32,
     }
 }
 
@@ -132,6 +138,8 @@ impl Params {
             final_stride: strides(spec.final_states.as_ref()),
             further_stride: further.strides,
             further_first: further.first,
+            norm_channels: norm_channels(spec.norm, spec.outputs()),
+            epsilon: spec.norm.map_or(0.0, HeadNorm::epsilon),
             ..Params::default()
         })
     }

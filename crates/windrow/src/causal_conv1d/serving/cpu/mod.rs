@@ -9,12 +9,13 @@ mod tree;
 use super::CausalConv1dServingSpec;
 use super::entries::{Entry, Lookup, States};
 use super::spec::Sizes;
+use crate::causal_conv1d::HeadNorm;
 use crate::causal_conv1d::cpu::shared::kernel::{
     Step, TOKENS, along_channels, along_tokens, next_token,
 };
 use crate::causal_conv1d::cpu::shared::operand::Staged;
 use crate::causal_conv1d::cpu::shared::store::Sum;
-use crate::causal_conv1d::cpu::shared::{GROUP, Operand, Outputs, Parameters};
+use crate::causal_conv1d::cpu::shared::{GROUP, Heads, Operand, Outputs, Parameters};
 use crate::causal_conv1d::split::Split;
 use crate::cpu::{
     Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for_workers,
@@ -27,6 +28,8 @@ use std::ops::Range;
 const TILE: usize = 16;
 /// The channels of a tile.
 const LANES: usize = 256;
+/// The number of tokens of a long sequence that are computed before their heads are divided by their norm.
+const PIECE: usize = 64;
 /// The largest number of channels of a task of long sequences, whose weights are laid out together.
 const CHANNELS: usize = 1024;
 /// The largest number of channels of a task of short sequences.
@@ -40,6 +43,7 @@ pub(crate) struct Walk {
     sizes: Sizes,
     split: Split,
     activation: Activation,
+    norm: Option<HeadNorm>,
     /// True if x and y do not fit in the cache.
     stream: bool,
     threads: usize,
@@ -103,7 +107,7 @@ impl Walk {
         sizes: Sizes,
         threads: usize,
     ) -> Result<Self> {
-        let (activation, element) = (spec.activation, spec.x.dtype.size());
+        let (activation, norm, element) = (spec.activation, spec.norm, spec.x.dtype.size());
         let split = Split::of(spec.outputs());
         let problem = &sizes.problem;
         if problem.is_empty() {
@@ -113,6 +117,7 @@ impl Walk {
                 sizes,
                 split,
                 activation,
+                norm,
                 stream,
                 threads,
                 channels,
@@ -135,6 +140,7 @@ impl Walk {
         };
         let across = across.min(d.div_ceil(64));
         let channels = d.div_ceil(across.max(d.div_ceil(most))).next_multiple_of(GROUP);
+        let channels = HeadNorm::whole(norm, channels, d);
         let blocks = split.blocks(channels);
         // If short sequences have more blocks of channels than threads need, blocks come one after the other.
         let parts = tasks.div_ceil(if is_short { across } else { blocks });
@@ -152,7 +158,7 @@ impl Walk {
             detail: format!("width {}, {channels} channels", problem.width),
         })?;
         let stream = 2 * work * element > last_level_cache();
-        Ok(Walk { sizes, split, activation, stream, threads, channels, parts, scratch })
+        Ok(Walk { sizes, split, activation, norm, stream, threads, channels, parts, scratch })
     }
 
     pub(crate) fn workspace_bytes(&self) -> usize {
@@ -181,10 +187,12 @@ impl Walk {
             let (part, block) = (task / blocks, task % blocks);
             let (output, channels) = self.split.block(self.channels, block);
             let y = *outputs.get(output);
+            let norm = self.norm.filter(|_| HeadNorm::takes(output));
             let sequences = sequences * part / self.parts..sequences * (part + 1) / self.parts;
             let scratch = scratch.get().wrapping_add(worker * self.scratch);
             let is_last = part + 1 == self.parts;
-            let task = Task { plan: self, operands, y, channels, sequences, is_last, scratch };
+            let task =
+                Task { plan: self, operands, y, norm, channels, sequences, is_last, scratch };
             dispatch(isa, task);
         });
     }
@@ -197,6 +205,7 @@ struct Task<'a, T> {
     operands: &'a Operands<'a, T>,
     /// The output that has the channels.
     y: Operand<T>,
+    norm: Option<HeadNorm>,
     channels: Range<usize>,
     sequences: Range<usize>,
     /// True if it has the last sequences, and so the tokens after them.
@@ -213,6 +222,8 @@ struct Part<'a> {
     /// The range of channels: the first, and their number.
     channel: usize,
     lanes: usize,
+    /// The norm, if the part consists of whole heads, which are divided as soon as they are computed.
+    norm: Option<HeadNorm>,
 }
 
 impl<T: SimdElement> Kernel for Task<'_, T> {
@@ -237,16 +248,22 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
                     y.clear(entry.tokens, channels.len());
                     continue;
                 };
-                let part = Part { i, entry, states, channel: first, lanes: channels.len() };
+                let (channel, lanes, norm) = (first, channels.len(), None);
+                let part = Part { i, entry, states, channel, lanes, norm };
                 let ahead = if i + 1 < sequences.end { i + 1 } else { i };
                 let stepped = self.step(s, &staged, part, &operands.entries[ahead]);
+                let is_whole = |norm: &HeadNorm| stepped == 0 && LANES.is_multiple_of(norm.width());
+                let norm = self.norm.filter(is_whole);
                 for c in (stepped..channels.len()).step_by(LANES) {
                     let (channel, lanes) = (first + c, LANES.min(channels.len() - c));
-                    let part = Part { i, entry, states, channel, lanes };
+                    let part = Part { i, entry, states, channel, lanes, norm };
                     match operands.lookup.has_trees() {
                         true => self.walk_tree(s, &staged.from(c), tile, part),
                         false => self.walk(s, &staged.from(c), tile, part),
                     }
+                }
+                if norm.is_none() {
+                    self.normalise(s, Part { norm: self.norm, ..part }, 0..entry.tokens);
                 }
             }
             // Tokens that belong to no sequence; there are none without boundaries.
@@ -262,6 +279,21 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
 }
 
 impl<T: SimdElement> Task<'_, T> {
+    /// True if y goes around the cache. What is read again does not.
+    #[inline(always)]
+    fn streams(&self) -> bool {
+        self.plan.stream && !self.operands.in_place && self.norm.is_none()
+    }
+
+    /// Divides the heads of a part by their norm, if it has one.
+    #[inline(always)]
+    fn normalise<S: Simd>(&self, s: S, part: Part<'_>, tokens: Range<usize>) {
+        let Part { entry, channel, lanes, norm: Some(norm), .. } = part else { return };
+        let (channels, row) = (channel..channel + lanes, entry.row);
+        let tokens = entry.start + tokens.start..entry.start + tokens.end;
+        s.outlined(Heads { norm, y: &self.y, row, channels, tokens });
+    }
+
     /// Computes a decoding step directly from state to state, if channels are neighbours in all tensors. Returns the number
     /// of channels that it computed, 0 for other calls; [`Task::walk`] computes the rest. `ahead` is the next sequence.
     ///
@@ -278,7 +310,7 @@ impl<T: SimdElement> Task<'_, T> {
         if entry.tokens != 1 || !are_neighbours || is_more || states.ends.count > 0 {
             return 0;
         }
-        let stream = plan.stream && !operands.in_place;
+        let stream = self.streams();
         let sum = Sum {
             width: plan.sizes.problem.width,
             dilation: 1,
@@ -304,12 +336,12 @@ impl<T: SimdElement> Task<'_, T> {
     #[inline(always)]
     unsafe fn walk<S: Simd>(&self, s: S, staged: &Staged, tile: *mut T, part: Part<'_>) {
         let Task { plan, operands, y, .. } = self;
-        let Part { i, entry, states, channel, lanes } = part;
+        let Part { i, entry, states, channel, lanes, norm } = part;
         let Operands { x, conv_states, .. } = operands;
         let Entry { row, start, tokens, .. } = *entry;
         let problem = &plan.sizes.problem;
         let history = problem.history();
-        let stream = plan.stream && !operands.in_place;
+        let stream = self.streams();
         let sum = Sum { width: problem.width, dilation: 1, activation: plan.activation, stream };
         let state = |state: usize, column: usize| Block::of(conv_states, state, channel, column);
         let has_drafts = operands.lookup.has_drafts();
@@ -366,15 +398,22 @@ impl<T: SimdElement> Task<'_, T> {
                 t += n;
             }
             if is_direct {
-                let n = tokens - t;
-                let from = Block::of(x, row, channel, start + t - history);
-                let to = Block::of(y, row, channel, start + t);
-                if along_tokens_of_x {
-                    let (from, to) = ((from.at.cast_const(), from.channel), (to.at, to.channel));
-                    along_tokens(s, sum, from, to, (n, lanes), staged);
-                } else {
-                    let (from, to) = ((from.at.cast_const(), from.token), (to.at, to.token));
-                    along_channels::<S, T, TOKENS>(s, sum, from, to, (n, lanes), staged);
+                // A piece stays in the cache until its heads are divided. The last one is not shorter than others.
+                let most = if norm.is_some() { 2 * PIECE } else { usize::MAX };
+                while t < tokens {
+                    let n = if tokens - t < most { tokens - t } else { PIECE };
+                    let from = Block::of(x, row, channel, start + t - history);
+                    let (from_at, to) =
+                        (from.at.cast_const(), Block::of(y, row, channel, start + t));
+                    if along_tokens_of_x {
+                        let (from, to) = ((from_at, from.channel), (to.at, to.channel));
+                        along_tokens(s, sum, from, to, (n, lanes), staged);
+                    } else {
+                        let (from, to) = ((from_at, from.token), (to.at, to.token));
+                        along_channels::<S, T, TOKENS>(s, sum, from, to, (n, lanes), staged);
+                    }
+                    self.normalise(s, part, t..t + n);
+                    t += n;
                 }
                 while let Some((end, column)) = ends.next_if(tokens) {
                     if let Some(write) = operands.lookup.state_at_end(i, column) {
@@ -422,6 +461,7 @@ impl<T: SimdElement> Task<'_, T> {
                 own.copy_to(s, y, n, lanes);
             }
         }
+        self.normalise(s, part, t..t + n);
     }
 }
 

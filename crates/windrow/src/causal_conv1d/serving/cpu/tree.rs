@@ -28,7 +28,7 @@ impl<T: SimdElement> Task<'_, T> {
             width: problem.width,
             dilation: 1,
             activation: plan.activation,
-            stream: plan.stream,
+            stream: self.streams(),
         };
         let parents = &parents[entry.tokens_of_x(problem.l)];
         let window = |i: usize| Block::rows(tile, i);

@@ -4,8 +4,8 @@ mod params;
 
 use self::params::Params;
 use crate::causal_conv1d::gpu::shared::{
-    GRID, PARAMETERS, THREADS, define_operands, define_outputs, header, is_simple, rows_launch,
-    source,
+    GRID, NORMS, NormBehind, PARAMETERS, THREADS, define_norm, define_operands, define_outputs,
+    fits_in_warp, header, is_simple, rows_launch, source,
 };
 use crate::causal_conv1d::serving::{Sizes, TREE};
 use crate::causal_conv1d::{
@@ -14,7 +14,8 @@ use crate::causal_conv1d::{
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Source};
 use crate::{DType, Device, Result, TensorDesc, Workspace};
 
-static INCLUDES: &[Source] = &[PARAMETERS, header!("serving.cuh"), header!("serving_pieces.cuh")];
+static INCLUDES: &[Source] =
+    &[PARAMETERS, NORMS, header!("serving.cuh"), header!("serving_pieces.cuh")];
 
 source!(WALK, "serving.cu", INCLUDES);
 source!(STEP, "serving_step.cu", INCLUDES);
@@ -44,6 +45,8 @@ pub struct Serving {
     pieces: Option<(&'static Kernel, Vectors)>,
     /// The kernel instead of `pieces` if addresses are multiples of 16 bytes.
     tiles: Option<&'static Kernel>,
+    /// The norm behind kernels that do not have it.
+    norm: Option<NormBehind>,
     params: Params,
 }
 
@@ -91,8 +94,10 @@ impl Vectors {
     /// The vectors of threads that walk along whole sequences, measured on an H200: a small step gains from little code
     /// for each thread, a larger one from fewer threads.
     fn of_walks(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> Option<Self> {
+        // Heads that do not fit in a warp would take another kernel.
+        let is_wide = spec.norm.is_some_and(|norm| !fits_in_warp(norm, 2));
         let widths: &[usize] = match spec.x.dtype.is_half() && spec.next_token.is_none() {
-            true if is_small(sizes) => &[4],
+            true if is_small(sizes) && !is_wide => &[4],
             // More taps take too many registers.
             true if spec.weight.shape()[1] <= 4 => &[16, 8],
             _ => &[8],
@@ -256,6 +261,7 @@ fn kernel_spec(
         .params::<Params>()
         .overlapped(true);
     let kernel = define_outputs(kernel, spec.outputs().count());
+    let kernel = define_norm(kernel, spec.norm, vectors.channels);
     define_operands(kernel, &spec.x, &spec.weight, spec.bias.as_ref(), spec.activation)
 }
 
@@ -307,7 +313,8 @@ impl Serving {
             _ => None,
         };
         let params = Params::of(spec, sizes);
-        Ok(Serving { any, walks, pieces, tiles, params })
+        let norm = NormBehind::of(gpu, spec.norm, spec.outputs())?;
+        Ok(Serving { any, walks, pieces, tiles, norm, params })
     }
 
     /// The launch, in one line.
@@ -319,7 +326,12 @@ impl Serving {
             (None, Some(_)) => format!("pieces of {CHUNK} tokens"),
             (None, None) => "whole sequences".into(),
         };
-        format!("{channels} channels a thread, {pieces}, blocks of {THREADS}")
+        let norm = match &self.norm {
+            None => "",
+            Some(norm) if fits_in_warp(norm.norm(), channels) => ", norm in the same kernel",
+            Some(_) => ", norm in a second kernel",
+        };
+        format!("{channels} channels a thread, {pieces}, blocks of {THREADS}{norm}")
     }
 
     /// Computes the outputs. The caller has checked the views. Index values cannot be checked without waiting for the
@@ -342,21 +354,29 @@ impl Serving {
         let takes = |(_, vectors): &(&Kernel, Vectors)| vectors.take(&params);
         let pieces = self.pieces.filter(|pieces| params.x != params.y && takes(pieces));
         let tiles = self.tiles.filter(|_| params.are_aligned(16));
-        let (kernel, launch) = match (pieces, self.walks.filter(takes)) {
+        let (kernel, vectors, rows) = match (pieces, self.walks.filter(takes)) {
             (Some((kernel, vectors)), _) => {
                 let tokens = if starts == 0 { sequences * length } else { length };
                 let (kernel, piece) = tiles.map_or((kernel, CHUNK), |tiles| (tiles, TILE));
                 let pieces = tokens / piece + sequences;
-                (kernel, rows_launch(channels / vectors.channels, pieces.max(1)))
+                (kernel, vectors, pieces.max(1))
             }
-            (None, Some((kernel, vectors))) => {
-                (kernel, rows_launch(channels / vectors.channels, rows))
-            }
-            (None, None) => (self.any, rows_launch(channels, rows)),
+            (None, Some((kernel, vectors))) => (kernel, vectors, rows),
+            (None, None) => (self.any, Vectors::ONE, rows),
         };
+        let launch = rows_launch(channels / vectors.channels, rows);
+        let norm = self.norm.as_ref().filter(|norm| !fits_in_warp(norm.norm(), vectors.channels));
         // SAFETY: `Params` is the kernel's structure (it compares its size), and views are valid on
         // this device for the strides in it.
-        unsafe { kernel.launch(stream, launch, &params) }
+        unsafe {
+            kernel.launch(stream, launch, &params)?;
+            match norm {
+                Some(norm) => {
+                    norm.run(stream, &outputs.y, [outputs.y2.as_ref(), outputs.y3.as_ref()])
+                }
+                None => Ok(()),
+            }
+        }
     }
 }
 

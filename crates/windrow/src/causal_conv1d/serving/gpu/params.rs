@@ -1,11 +1,11 @@
 //! The parameters of serving's kernels.
 
 use crate::causal_conv1d::gpu::shared::{
-    Further, address, broken_rule, further_addresses, output_address, strides,
+    Further, address, broken_rule, further_addresses, norm_channels, output_address, strides,
 };
 use crate::causal_conv1d::serving::Sizes;
 use crate::causal_conv1d::{
-    CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec,
+    CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec, HeadNorm,
 };
 use crate::gpu::{Gpu, params};
 use crate::{Result, TensorDesc};
@@ -65,6 +65,8 @@ params! {
         pub(super) further_y: [usize; 2],
         pub(super) further_stride: [[isize; 3]; 2],
         pub(super) further_first: [usize; 2],
+        pub(super) norm_channels: usize,
+        pub(super) epsilon: f32,
     }
 }
 
@@ -112,6 +114,8 @@ impl Params {
             parents_stride: tree(&spec.parent_token),
             further_stride: further.strides,
             further_first: further.first,
+            norm_channels: norm_channels(spec.norm, spec.outputs()),
+            epsilon: spec.norm.map_or(0.0, HeadNorm::epsilon),
             ..Params::default()
         }
     }

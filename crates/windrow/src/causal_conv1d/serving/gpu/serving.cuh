@@ -9,7 +9,7 @@
 // WIDE             a bit for each of them that is i64, not int
 // LIMITED          `most` can be less than the tokens of a sequence
 #pragma once
-#include "parameters.cuh"
+#include "norm.cuh"
 
 struct Params {
     S *y;
@@ -37,6 +37,9 @@ struct Params {
     // The outputs behind y: see `output_of`.
     S *further_y[2];
     i64 further_stride[2][3], further_first[2];
+    // The norm of heads: see `normalise`.
+    i64 norm_channels;
+    float epsilon;
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -326,7 +329,7 @@ struct Taps {
 #endif
     }
 
-    // y of the token after the window.
+    // y of the token after the window. All threads of a head call it together.
     template <class V>
     __device__ __forceinline__ Vector step(const Params &p, Size d, const V (&window)[KEPT],
                                            const V &token) const {
@@ -346,6 +349,7 @@ struct Taps {
         }
         Vector v = {};
         v.pack(out);
+        normalise(p, d, v);
         return v;
     }
 };

@@ -1,4 +1,5 @@
 use super::*;
+use crate::causal_conv1d::HeadNorm;
 use crate::{Activation, Approximate, Layout};
 
 #[test]
@@ -65,7 +66,12 @@ fn kernels_compile_without_spills() {
                         ..spec
                     }
                 };
-                for spec in specs.into_iter().flat_map(|spec| [spec.clone(), split(spec)]) {
+                let normed = |spec: &CausalConv1dServingSpec| {
+                    split(spec.clone()).with_norm(HeadNorm::new(16))
+                };
+                let each =
+                    |spec: CausalConv1dServingSpec| [normed(&spec), split(spec.clone()), spec];
+                for spec in specs.into_iter().flat_map(each) {
                     let sizes = spec.sizes().unwrap();
                     let walks = Vectors::of_walks(&spec, &sizes);
                     assert_eq!(walks.is_some(), width == 4);
@@ -159,4 +165,41 @@ fn steps_take_as_many_channels_a_thread_as_they_gain_from() {
     assert_eq!(channels(DType::F32, 64, 4, 4096), Some(2));
     assert_eq!(channels(DType::F16, 64, 20, 4096), None);
     assert_eq!(channels(DType::F16, 1, 4, 4095), None);
+}
+
+/// Heads of 128 channels belong to the threads of a warp in steps, drafts and prompts of f16 and bf16.
+#[test]
+fn heads_are_divided_before_they_are_stored() {
+    let desc = |dtype: DType, shape: &[usize]| TensorDesc {
+        dtype,
+        layout: Layout::with_order(shape, &[0, 2, 1]).unwrap(),
+    };
+    let index = |n: usize| TensorDesc::contiguous(DType::I32, &[n]).unwrap();
+    let kernels = |dtype: DType, x: [usize; 3], starts: Option<usize>, head: usize| {
+        let states = desc(dtype, &[600, 4096, 3]);
+        let weight = TensorDesc::contiguous(dtype, &[4096, 4]).unwrap();
+        let spec = CausalConv1dServingSpec::new(desc(dtype, &x), states, weight)
+            .unwrap()
+            .with_query_start_loc(starts.map(index))
+            .with_split(&[1024, 1024, 2048])
+            .unwrap()
+            .with_norm(HeadNorm::new(head));
+        let sizes = spec.sizes().unwrap();
+        let mut kernels =
+            vec![walk_kernel(&spec, &sizes, Vectors::of_walks(&spec, &sizes).unwrap())];
+        if let Some(vectors) = Vectors::of(&spec, 8).filter(|_| is_long(&spec, &sizes)) {
+            kernels.extend([chunks_kernel(&spec, vectors), tiles_kernel(&spec, vectors)]);
+        }
+        kernels
+    };
+    for dtype in [DType::F16, DType::BF16] {
+        for (x, starts) in [([1, 4096, 1], None), ([64, 4096, 1], None), ([1, 4096, 8192], Some(9))]
+        {
+            for kernel in kernels(dtype, x, starts, 128) {
+                assert_eq!(kernel.value_of("HEAD"), Some("128"), "{x:?}");
+            }
+        }
+        // Heads of other widths have a second kernel.
+        assert_eq!(kernels(dtype, [64, 4096, 1], None, 512)[0].value_of("HEAD"), None);
+    }
 }
