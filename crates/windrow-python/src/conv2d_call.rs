@@ -140,7 +140,7 @@ impl Conv2dCall {
 }
 
 impl Conv2dCall {
-    pub(crate) fn plan(&self) -> &windrow::Conv2dPlan {
+    pub(crate) fn plan(&self) -> &Arc<windrow::Conv2dPlan> {
         &self.plan
     }
 

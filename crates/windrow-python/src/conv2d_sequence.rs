@@ -3,13 +3,15 @@
 use crate::array::{Array, desc, lie_alike, view};
 use crate::call::run;
 use crate::conv2d_call::Conv2dCall;
-use crate::error::NotInPlace;
+use crate::error::{IntoPy, NotInPlace};
 use crate::image_step::ImageStep;
 use crate::output::Output;
 use crate::torch::nothing_to_dispatch;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use std::sync::Arc;
 use windrow::cpu::with_team;
+use windrow::internal::{Conv2dChain, Conv2dLink};
 use windrow::{Conv2dArgs, Device, Placed, TensorDesc, TensorRef, Weights, Workspace};
 
 /// The number of elements of the largest step from which the threads are started for the whole call. Of smaller images
@@ -38,6 +40,8 @@ struct Step {
     in_place: bool,
     /// Values that nobody reads after it.
     last_read: Vec<usize>,
+    /// This step and some after it, if they are computed together, and their number.
+    chain: Option<(Conv2dChain, usize)>,
 }
 
 #[derive(FromPyObject)]
@@ -143,9 +147,10 @@ impl Conv2dSequence {
             let last_read: Vec<_> =
                 (images..values).filter(|&value| last[value] == Some(i)).collect();
             let in_place = may_be_in_place[i] && last_read.contains(&image);
-            Step { call, image, second, in_place, last_read }
+            Step { call, image, second, in_place, last_read, chain: None }
         });
-        let steps = steps.collect();
+        let mut steps: Vec<Step> = steps.collect();
+        let bytes = bytes.max(chain(images, &mut steps)?);
         Ok(Conv2dSequence { images, steps, convolutions, results, bytes, elements })
     }
 
@@ -214,6 +219,43 @@ impl Conv2dSequence {
     }
 }
 
+/// Makes chains of steps where that pays. Gives the bytes of their workspace.
+fn chain(images: usize, steps: &mut [Step]) -> PyResult<usize> {
+    let (mut first, mut bytes) = (0, 0);
+    while first < steps.len() {
+        let mut count = chained(images, steps, first);
+        while count > 1 {
+            let plans = steps[first..first + count].iter().filter_map(|s| s.call.convolution());
+            let plans: Vec<_> = plans.map(|call| Arc::clone(call.plan())).collect();
+            if let Some(chain) = Conv2dChain::new(&plans).py()? {
+                bytes = bytes.max(chain.workspace_bytes());
+                steps[first].chain = Some((chain, count));
+                break;
+            }
+            count -= 1;
+        }
+        first += count;
+    }
+    Ok(bytes)
+}
+
+/// The number of steps, from the step `first` on, that may be a chain: each reads the result of the one before, which
+/// nobody else reads.
+fn chained(images: usize, steps: &[Step], first: usize) -> usize {
+    let follows = |&i: &usize| {
+        let (value, before, step) = (images + i - 1, &steps[i - 1].call, &steps[i]);
+        step.image == value
+            && step.second != Some(value)
+            && step.last_read.contains(&value)
+            && before
+                .convolution()
+                .zip(step.call.convolution())
+                .is_some_and(|(a, b)| Conv2dChain::pays(a.plan(), b.plan()))
+    };
+    let others = (first + 1..steps.len()).take_while(follows).count();
+    (1 + others).min(Conv2dChain::MOST)
+}
+
 impl Conv2dSequence {
     /// The results that are read, and nothing for the others. `filters` are those of the convolutions.
     fn compute(
@@ -224,30 +266,46 @@ impl Conv2dSequence {
     ) -> windrow::Result<Vec<Option<Placed>>> {
         let mut computed: Vec<Option<Placed>> = Vec::with_capacity(self.steps.len());
         let mut filters = filters.into_iter();
-        for step in &self.steps {
+        let mut at = 0;
+        while at < self.steps.len() {
+            let step = &self.steps[at];
+            let count = step.chain.as_ref().map_or(1, |&(_, count)| count);
+            let together = &self.steps[at..at + count];
+            at += count;
             let y = match step.in_place {
                 true => computed[step.image - given.len()].take(),
                 false => None,
             };
             let mut y = match y {
                 Some(y) => y,
-                None => Placed::output(*step.call.y(), Device::Cpu)?,
+                None => Placed::output(*together[count - 1].call.y(), Device::Cpu)?,
             };
-            let value = |value: usize, planned| match value.checked_sub(given.len()) {
+            let value = |value: usize, planned: &TensorDesc| match value.checked_sub(given.len()) {
                 None => lying_as(given[value], planned),
                 Some(i) => {
                     let value = computed[i].as_ref().expect("it goes after its last reader");
                     lying_as(value.as_ref(), planned)
                 }
             };
-            let second = step.second.zip(step.call.second());
-            let second = second.map(|(second, planned)| value(second, planned));
+            let second = |step: &Step| {
+                let second = step.second.zip(step.call.second());
+                second.map(|(second, planned)| value(second, planned))
+            };
             match &step.call {
+                _ if let Some((chain, _)) = &step.chain => {
+                    let links = together
+                        .iter()
+                        .zip(&mut filters)
+                        .map(|(step, (w, bias))| Conv2dLink { w, bias, residual: second(step) });
+                    let links: Vec<_> = links.collect();
+                    let x = value(step.image, step.call.x());
+                    chain.run(&x, &links, y.as_mut()?, workspace)?;
+                }
                 Call::Convolution(call) => {
                     let (weights, bias) = filters.next().expect("one for each convolution");
                     let args = Conv2dArgs::new(value(step.image, step.call.x()), weights)
                         .with_bias(bias)
-                        .with_residual(second);
+                        .with_residual(second(step));
                     call.get().plan().run(&args, y.as_mut()?, workspace)?;
                 }
                 Call::Image(call) => {
@@ -256,14 +314,16 @@ impl Conv2dSequence {
                         true => to.cast_const(),
                         false => value(step.image, step.call.x()).as_ptr().cast(),
                     };
-                    let second = second.map_or(std::ptr::null(), |s| s.as_ptr().cast());
+                    let second = second(step).map_or(std::ptr::null(), |s| s.as_ptr().cast());
                     // SAFETY: `new` has compared steps, and the call its images. The result is new, or the image's
                     // memory if that is allowed.
                     unsafe { call.get().step().run(from, second, to) };
                 }
             }
+            computed.extend((1..count).map(|_| None));
             computed.push(Some(y));
-            step.last_read.iter().for_each(|&value| computed[value - given.len()] = None);
+            let last_read = together.iter().flat_map(|step| &step.last_read);
+            last_read.for_each(|&value| computed[value - given.len()] = None);
         }
         Ok(computed)
     }

@@ -189,6 +189,7 @@ pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 /// between convolutions. They are not part of the stable API: any release may change them.
 #[doc(hidden)]
 pub mod internal {
+    pub use crate::conv2d::{Conv2dChain, Conv2dLink};
     pub use crate::cpu::images::{Gate, ImageOperation, ImageStep, Window};
     pub use crate::plan::{Configuration, Measured, Operator, PlanInputs, Tuned};
 }

@@ -101,6 +101,25 @@ def test_one_call_gives_the_bits_of_single_ones(dtype, made, calls):
             same(fast(last), singly(fast, last))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_images_larger_than_the_cache(threads, made, calls):
+    """Some convolutions are computed together, by bands of rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        fast = made()
+        with torch.inference_mode():
+            for rows in (300, 521):
+                x = leaf(1, 8, rows, 256, grad=False).contiguous(memory_format=torch.channels_last)
+                want = singly(fast, x)
+                fast(x)
+                calls()
+                same(fast(x), want)
+                assert calls() == 0
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_hooks_of_all_modules_see_every_call(made, calls):
     fast, x = made(), leaf(*X, grad=False)
     seen = []

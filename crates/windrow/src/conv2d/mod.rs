@@ -24,7 +24,9 @@ pub use configuration::Conv2dConfiguration;
 pub use conv3d::{Conv3d, Conv3dArgs, Conv3dOutputs, Conv3dPlan, Conv3dSpec, conv3d};
 pub(crate) use gpu::kernels as gpu_kernels;
 pub use params::{Conv2dParams, Conv3dParams, TimePadding};
-pub use plan::{Conv2d, Conv2dArgs, Conv2dPlan, FilterCache, PackedWeights, Weights};
+pub use plan::{
+    Conv2d, Conv2dArgs, Conv2dChain, Conv2dLink, Conv2dPlan, FilterCache, PackedWeights, Weights,
+};
 pub(crate) use problem::Problem;
 pub use spec::{Conv2dAlgorithm, Conv2dSpec, Tile};
 

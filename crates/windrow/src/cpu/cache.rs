@@ -1,4 +1,4 @@
-//! The size of the last-level cache.
+//! The sizes of caches.
 
 use std::sync::LazyLock;
 
@@ -6,13 +6,24 @@ use std::sync::LazyLock;
 /// if the system does not report it (only Linux does).
 pub(crate) fn last_level_cache() -> usize {
     static BYTES: LazyLock<usize> = LazyLock::new(|| {
-        let sizes = (0..8).filter_map(|index| {
-            let path = format!("/sys/devices/system/cpu/cpu0/cache/index{index}/size");
-            parse(&std::fs::read_to_string(path).ok()?)
-        });
-        sizes.max().unwrap_or(32 << 20)
+        (0..8).filter_map(|index| number(index, "size")).max().unwrap_or(32 << 20)
     });
     *BYTES
+}
+
+/// The size of a core's second-level cache in bytes. 512 KiB if the system does not report it.
+pub(crate) fn second_level_cache() -> usize {
+    static BYTES: LazyLock<usize> = LazyLock::new(|| {
+        let index = (0..8).find(|&index| number(index, "level") == Some(2));
+        index.and_then(|index| number(index, "size")).unwrap_or(512 << 10)
+    });
+    *BYTES
+}
+
+/// A property of a cache of the first core.
+fn number(index: usize, property: &str) -> Option<usize> {
+    let path = format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{property}");
+    parse(&std::fs::read_to_string(path).ok()?)
 }
 
 /// Parses a size such as `512K`, `32M` or a number of bytes.
@@ -40,6 +51,7 @@ mod tests {
         assert_eq!(parse("100"), Some(100));
         assert_eq!(parse(""), None);
         assert_eq!(parse("K"), None);
-        assert!(last_level_cache() > 0);
+        assert!(second_level_cache() > 0);
+        assert!(last_level_cache() >= second_level_cache());
     }
 }

@@ -28,7 +28,7 @@ mod tiles;
 mod x86;
 
 pub(crate) use bf16::{Bf16Kernel, Bf16Products, Row};
-pub(crate) use cache::last_level_cache;
+pub(crate) use cache::{last_level_cache, second_level_cache};
 pub use crew::with_team;
 pub(crate) use element::SimdElement;
 pub use isa::Isa;

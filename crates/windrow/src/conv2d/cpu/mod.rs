@@ -1,6 +1,7 @@
 //! Convolution on the CPU: a file or folder for each method.
 
 mod amx;
+mod bands;
 mod bf16_pairs;
 mod choice;
 mod direct;
@@ -20,6 +21,7 @@ pub(crate) mod winograd;
 
 use self::amx::Amx;
 pub(super) use self::amx::flushes;
+pub(crate) use self::bands::{Bands, Link, LinkArgs, pays};
 use self::bf16_pairs::Bf16Pairs;
 pub(crate) use self::choice::choose;
 use self::direct::ByTaps;

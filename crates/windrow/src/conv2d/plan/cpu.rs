@@ -1,7 +1,7 @@
 //! The engine that computes a convolution on the CPU.
 
 use super::packed::PackedForm;
-use super::{Conv2d, Conv2dArgs, Conv2dPlan, Weights};
+use super::{Conv2d, Conv2dArgs, Conv2dPlan, FilterCache, PackedWeights, Weights};
 use crate::conv2d::cpu::{self, Backward, Prepared, Residual, Run, Task, floats_mut};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Tile};
@@ -10,13 +10,14 @@ use crate::plan::{Engine, Setup};
 use crate::try_once_lock::TryOnceLock;
 use crate::{Activation, Result, TensorMut, TensorRef, Workspace};
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 /// The engine on the CPU: a plan's prepared convolution and its gradients.
 #[derive(Debug)]
 pub struct Cpu {
     pub(super) prepared: Box<dyn Prepared>,
     tolerance: f64,
-    isa: Isa,
+    pub(super) isa: Isa,
     pub(super) threads: usize,
     backward: TryOnceLock<Backward>,
 }
@@ -145,8 +146,7 @@ impl Cpu {
         let kept;
         let weights = match args.w {
             Weights::Cached(w, cache) => {
-                kept =
-                    cache.get(plan.packing(), self.threads, &w, || plan.pack_on_cpu(self, &w))?;
+                kept = self.kept(plan, &w, cache)?;
                 Weights::Packed(&kept)
             }
             weights => weights,
@@ -169,6 +169,16 @@ impl Cpu {
             cpu::activate(y, plan.spec.activation, self.isa, self.threads);
         }
         Ok(())
+    }
+
+    /// The packed filter of a cache.
+    pub(super) fn kept(
+        &self,
+        plan: &Conv2dPlan,
+        w: &TensorRef<'_>,
+        cache: &FilterCache,
+    ) -> Result<Arc<PackedWeights>> {
+        cache.get(plan.packing(), self.threads, w, || plan.pack_on_cpu(self, w))
     }
 
     /// The side m of the output tile; `None` if the algorithm is not one of Winograd's.

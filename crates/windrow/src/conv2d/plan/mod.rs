@@ -3,6 +3,7 @@
 
 mod args;
 mod cache;
+mod chain;
 mod checksum;
 mod comparison;
 mod cpu;
@@ -21,6 +22,7 @@ pub(super) use packed::{PackedForm, Packing};
 
 pub use args::{Conv2dArgs, Weights};
 pub use cache::FilterCache;
+pub use chain::{Conv2dChain, Conv2dLink};
 pub use cpu::Cpu;
 pub use gpu::Gpu;
 pub use packed::PackedWeights;

@@ -46,6 +46,12 @@ pub(super) fn stage_bias<'a>(
 fn fill_bias(bias: Option<&TensorRef<'_>>, out: &mut [f32]) {
     out.fill(0.0);
     let Some(bias) = bias else { return };
+    if bias.dtype() == DType::F32 && bias.strides()[0] == 1 {
+        let len = bias.shape()[0];
+        // SAFETY: the elements of the bias.
+        let bias = unsafe { std::slice::from_raw_parts(bias.as_ptr().cast(), len) };
+        return out[..len].copy_from_slice(bias);
+    }
     for (k, out) in out[..bias.shape()[0]].iter_mut().enumerate() {
         let offset = k as isize * bias.strides()[0];
         // SAFETY: element k of the bias.

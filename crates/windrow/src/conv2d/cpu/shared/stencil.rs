@@ -141,6 +141,30 @@ impl Stencil {
         }
     }
 
+    /// The rows of the source that rows of the destination read; of none, where they would begin.
+    pub(crate) fn reads(&self, rows: Range<usize>) -> Range<usize> {
+        let offsets = || self.rows.iter().map(|tap| tap.offset);
+        let at = |row: usize, offset: Option<isize>| {
+            let row = (row * self.step[0]) as isize + offset.unwrap_or(0);
+            row.clamp(0, self.src_size[0] as isize) as usize
+        };
+        let start = at(rows.start, offsets().min());
+        start..at(rows.end.max(1) - 1, offsets().max().map(|last| last + 1)).max(start)
+    }
+
+    /// The same for some rows of the destination, of which the first one is row 0, and for the rows that they read.
+    pub(crate) fn of_rows(&self, rows: Range<usize>) -> Self {
+        let reads = self.reads(rows.clone());
+        let moved = (rows.start * self.step[0]) as isize - reads.start as isize;
+        let moved = |tap: &Tap| Tap { offset: tap.offset + moved, ..*tap };
+        Stencil {
+            src_size: [reads.len(), self.src_size[1]],
+            dst_size: [rows.len(), self.dst_size[1]],
+            rows: Arc::new(self.rows.iter().map(moved).collect()),
+            ..self.clone()
+        }
+    }
+
     /// True if the filter has one tap, which reads no padding.
     pub(crate) fn is_one_tap(&self) -> bool {
         (0..2).all(|d| {
