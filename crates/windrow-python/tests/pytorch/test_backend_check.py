@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windrow.torch import _check_bound
 from windrow.torch._fused import FusedConv2d
 from windrow.torch.backend import _check, _check_sums, _options, windrow
+from windrow.torch.choice import budget
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_decided"),
@@ -394,3 +395,21 @@ def test_no_alarm_beside_inductor(times, checks):
     with torch.no_grad():
         fast(torch.randn(2, 3, 16, 16))
     assert why() is None and checks()[1:] == ["call"]
+
+
+def test_the_budget_does_not_count_what_the_check_holds(times, monkeypatch):
+    times(OURS)
+    seen, own = [], budget.apart
+
+    def spy(tensors):
+        seen.append(sum(t.nbytes for t in tensors))
+        return own(tensors)
+
+    monkeypatch.setattr(budget, "apart", spy)
+    model, x = nn.Conv2d(3, 4, 1).eval(), image(torch.float32)
+    fast, _ = compiled(model)
+    with torch.no_grad():
+        y = fast(x)
+        fast(x)
+    # The result; its numbers, and how far they move, in f64.
+    assert seen == [5 * y.nbytes] and budget._apart == 0

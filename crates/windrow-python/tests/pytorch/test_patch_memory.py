@@ -241,6 +241,21 @@ def test_graphs_tell_what_they_need_before_they_run(on_cuda):
     assert not is_room(101, 900)
 
 
+def test_what_a_check_holds_is_no_models(on_cuda):
+    """A tensor and a view of it are 32 MiB together."""
+    memory, device, held = budget, torch.device("cuda:0"), torch.empty(32 << 20, dtype=torch.uint8)
+
+    def is_room(kept, scratch):
+        return memory.is_there_room(device, kept << 20, scratch << 20)
+
+    on_cuda["allocated"] = 532
+    with memory.apart([held, held[: 1 << 20]]):
+        memory.look(device, 100 << 20)
+        assert is_room(60, 100) and not is_room(61, 100) and not is_room(60, 101)
+    on_cuda["allocated"] = 500
+    assert is_room(60, 100) and not is_room(61, 100) and not is_room(60, 101)
+
+
 def test_graphs_have_a_share_of_the_device(on_cuda):
     memory, device = budget, torch.device("cuda:0")
     on_cuda["promised"] = 1

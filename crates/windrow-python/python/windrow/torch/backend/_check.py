@@ -21,6 +21,7 @@ from windrow.torch.backend._constants import Constants, Run
 from windrow.torch.backend._layout import lies_as
 from windrow.torch.backend._options import Options
 from windrow.torch.backend._original import Original, Roundings, unrepeatable
+from windrow.torch.choice import budget
 from windrow.torch.choice.check import without_trials
 
 _log = logging.getLogger(__name__.rpartition(".")[0])
@@ -100,7 +101,8 @@ class Check:
         before = {i: given[i].clone() for i in original.written}
         if wrong is None:
             try:
-                results = compute([*given])
+                with budget.apart([*expected.held(given), *before.values()]):
+                    results = compute([*given])
             except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
@@ -193,6 +195,13 @@ class _Expected:
                 self.spreads[i] = None
             else:
                 spread.add(moved)
+
+    def held(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """The tensors whose memory is this object's alone."""
+        tensors = [t for t in self.results if isinstance(t, Tensor)]
+        tensors += [t for s in self.spreads if s is not None for t in (s.want, s.spread) if t is not None]
+        models = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)}
+        return [t for t in tensors if t.untyped_storage()._cdata not in models]
 
     def differ(self, got: list[Any]) -> str | None:
         of = zip(got, self.results, self.spreads, self.original.results, self.original.strides, strict=True)

@@ -12,7 +12,7 @@ tenth of a block's or a single layer's memory would hold none of it.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,8 @@ _peak = 0
 _theirs: dict[torch.device, int] = {}
 # The bytes that stand beside the convolution of a graph that is being compiled, which do not exist yet.
 _beside = 0
+# The bytes in use that no model needs: copies that a check holds.
+_apart = 0
 
 
 def start(model: nn.Module) -> None:
@@ -60,15 +62,20 @@ def look(device: torch.device, more: int) -> None:
     if device.type == "cpu":
         _peak = max(_peak, _in_use() or 0)
     else:
-        _theirs[device] = max(torch.cuda.memory_allocated(device) + more, _theirs.get(device, 0))
+        _theirs[device] = max(_allocated(device) + more, _theirs.get(device, 0))
 
 
 def look_inside(device: torch.device, run: Callable[[], object]) -> None:
     """Records the memory that PyTorch's operator takes beside its result, once it has chosen its algorithm."""
     if device.type == "cuda":
-        now, before = torch.cuda.memory_allocated(device), _given(device)
+        now, before = _allocated(device), _given(device)
         run()
         _theirs[device] = max(now + _given(device) - before, _theirs.get(device, 0))
+
+
+def _allocated(device: torch.device) -> int:
+    """The bytes of PyTorch's allocator that are in use, without those of a check."""
+    return torch.cuda.memory_allocated(device) - _apart
 
 
 def _given(device: torch.device) -> int:
@@ -99,6 +106,19 @@ def beside(bytes: int) -> Iterator[None]:
         _beside = before
 
 
+@contextmanager
+def apart(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A context in which these tensors do not count as in use. A check holds them beside the model, which will never need
+    as much again."""
+    global _apart
+    held = {t.untyped_storage()._cdata: _bytes(t) for t in tensors}
+    before, _apart = _apart, sum(held.values())
+    try:
+        yield
+    finally:
+        _apart = before
+
+
 def is_there_room(device: torch.device, kept: int, scratch: int, in_graph: bool = False) -> bool:
     """True if there is room for `kept` bytes for good and `scratch` bytes during a run, including its results.
     `in_graph`: for filters that are packed only inside a captured CUDA graph; always False on CPUs, which capture none.
@@ -122,7 +142,7 @@ def most(device: torch.device) -> int:
 def _on_cuda(device: torch.device, in_graph: bool = False) -> tuple[int, int]:
     """The room for packed filters and anything else beyond PyTorch's peak; and by how much this peak exceeds the memory
     in use now."""
-    peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device) + _beside
+    peak, now = _theirs.get(device, 0), _allocated(device) + _beside
     free = torch.cuda.get_device_properties(device).total_memory >> policy.FREE_IN_GRAPHS if in_graph else policy.FREE
     packed = _filters.kept_bytes(device, and_promised=in_graph)
     return max(free, int(policy.GROWTH * peak)) - packed, max(0, peak - now)
@@ -133,7 +153,7 @@ def _in_use() -> int | None:
     resident = _resident()
     if resident is None:
         return None
-    return resident - (_base or 0) - _filters.kept_bytes(torch.device("cpu"))
+    return resident - (_base or 0) - _filters.kept_bytes(torch.device("cpu")) - _apart
 
 
 def _resident() -> int | None:
