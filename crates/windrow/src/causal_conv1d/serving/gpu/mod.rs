@@ -98,6 +98,7 @@ impl Vectors {
         let is_wide = spec.norm.is_some_and(|norm| !fits_in_warp(norm, 2));
         let widths: &[usize] = match spec.x.dtype.is_half() && spec.next_token.is_none() {
             true if is_small(sizes) && !is_wide => &[4],
+            true if is_small(sizes) => &[8],
             // More taps take too many registers.
             true if spec.weight.shape()[1] <= 4 => &[16, 8],
             _ => &[8],
