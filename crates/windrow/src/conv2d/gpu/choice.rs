@@ -76,8 +76,8 @@ fn fastest(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
     let alone = !supported.contains(&Cudnn);
     let grouped = |_| (is_strict(spec) || alone) && GroupedMethod.computes(task);
     // cuDNN's kernels on tensor cores compute one product: for f32 at lower accuracy, and for f16/bf16 whose pixels are
-    // whole vectors. So `implicit_gemm` is compared in strict f32. It is also compared for f16/bf16 with other pixels, or
-    // with bias, residual, activation or another layout of y: it fuses these, and cuDNN needs a second pass.
+    // whole vectors. So `implicit_gemm` is compared in strict f32. It is also compared with other pixels, or with bias,
+    // residual, activation or another layout of y: it fuses these, and cuDNN needs a second pass.
     let sums = |chosen| {
         let unlike_cudnns = [Im2colGemm, Direct].contains(&chosen)
             || !p.c.is_multiple_of(8)
@@ -89,8 +89,7 @@ fn fastest(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
         let whole_videos = chosen == Row
             && task.frames.is_some()
             && WinogradRow::share_in_use(p, task.chip.multiprocessors) >= 0.5;
-        let compared = is_strict(spec) || alone || spec.x.dtype != DType::F32 && unlike_cudnns;
-        compared && !few && !whole_videos
+        (is_strict(spec) || alone || unlike_cudnns) && !few && !whole_videos
     };
     let changes = |chosen: Conv2dAlgorithm| {
         task.options.filter == Filter::Changing && (chosen.is_winograd() || chosen == ImplicitGemm)
@@ -105,10 +104,12 @@ fn fastest(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
             0.0
         }
     };
+    // A PyTorch model measures what is chosen here beside cuDNN.
+    let share = if is_strict(spec) || p.groups > 1 { 0.9 } else { 1.0 };
     // Each challenger with its share, whether packing counts, and its condition.
     let challengers: [(_, f64, bool, Condition<'_>); 4] = [
         (Direct, 1.0, false, &grouped),
-        (ImplicitGemm, 0.9, false, &sums),
+        (ImplicitGemm, share, false, &sums),
         (ImplicitGemm, 1.0, true, &changes),
         (Cudnn, 1.0, true, &changes),
     ];

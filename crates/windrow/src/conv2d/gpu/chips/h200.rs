@@ -1,9 +1,11 @@
 //! The rates of an H200 (compute capability 9.0). They are fitted to the measured times of 51 layers in f32
 //! (`benchmarks/record/2026-11-22-h200/conv2d-algorithms-f32.csv`). Those of `implicit_gemm` are fitted to 46 layers of
-//! ResNet-50 at batch 1, 8 and 64, and in f16 and bf16 to 27 layers of ResNet-50 and of larger images.
+//! ResNet-50 at batch 1, 8 and 64. Those on tensor cores in one product, and cuDNN's, are fitted to 50 layers in TF32
+//! and bf16, with one image and with many, and with and without bias, activation and residual.
 
 use super::{
-    Cudnn, Gradients, Grouped, ImplicitGemm, Packing, Plain, Rates, WinogradGemm, WinogradRow,
+    Cudnn, CudnnSums, Gradients, Grouped, ImplicitGemm, Packing, Plain, Product, Rates,
+    WinogradGemm, WinogradRow,
 };
 
 pub(super) static RATES: Rates = Rates {
@@ -30,15 +32,24 @@ pub(super) static RATES: Rates = Rates {
     winograd_gemm: WinogradGemm { launches: 13.0, megabyte: 0.26, product: 2e-9 },
     implicit_gemm: ImplicitGemm {
         launch: 2.3,
-        together: (0.58, 1.2),
-        maps: [(0.25, 1.2), (0.33, 1.3), (0.61, 2.0)],
+        tf32_product: Product {
+            together: (0.63, 1.5),
+            blocks: [(0.32, 1.0), (0.38, 2.6), (0.61, 9.2)],
+            exchange: [(0.1, 0.2), (0.2, 0.0)],
+            megabytes: 3.2,
+        },
+        half_product: Product {
+            together: (0.58, 0.7),
+            blocks: [(0.26, 0.9), (0.33, 1.7), (0.68, 2.4)],
+            exchange: [(0.6, 0.3), (2.4, 0.9)],
+            megabytes: 3.8,
+        },
         half: [(0.70, 0.8), (0.45, 1.1), (0.49, 1.0), (0.68, 2.1)],
         apart: (5.0, 3.0),
         elements: [(1.72, 1.2), (1.97, 2.5)],
         channels: [(0.92, 1.4), (1.24, 3.0)],
         pixels: [(0.91, 1.8), (1.27, 2.9)],
         exchange: 1.8,
-        half_exchange: [(0.9, 0.35), (1.3, 0.6)],
         copy: (2.5, 0.57e-6),
         stores: 8.0,
     },
@@ -48,16 +59,12 @@ pub(super) static RATES: Rates = Rates {
         f32_group: 40.0,
         few_launch: 3.5,
         f32_term: 0.0232,
-        tf32_gflop: 2.6,
-        half_few_launch: 3.0,
-        half_term: 0.0017,
-        half_flop: 1.3e-9,
-        half_group: 80.0,
+        tf32: CudnnSums { launch: 3.8, term: 0.0031, flop: 2.1e-9, group: 73.0, megabytes: 3.9 },
+        half: CudnnSums { launch: 4.0, term: 0.0019, flop: 1.06e-9, group: 98.0, megabytes: 3.8 },
         half_unaligned_flop: 30e-9,
-        half_megabytes: 3.6,
         turn: (2.5, 0.57),
         own_turn: (5.0, 2.6),
-        pass: (2.0, 3.0),
+        pass: (2.4, 3.0),
     },
     gradients: Gradients {
         few_data: (10.0, 300e-9),

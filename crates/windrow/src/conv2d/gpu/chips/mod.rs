@@ -103,13 +103,25 @@ pub(super) struct WinogradGemm {
 /// The time of a step of 64 terms, and the time of a tile in addition to its steps.
 pub(super) type StepAndTile = (f64, f64);
 
+/// The time of one product whose x the copy engine brings, in steps of 128 bytes a pixel.
+#[derive(Debug)]
+pub(super) struct Product {
+    /// Two blocks of a multiprocessor; one of 64, 128 and 256 channels.
+    pub(super) together: StepAndTile,
+    pub(super) blocks: [StepAndTile; 3],
+    /// Exchange of parts, with what each doubling adds: in blocks of 64 channels, and in others.
+    pub(super) exchange: [(f64, f64); 2],
+    /// Megabytes of x, y and the residual in a microsecond.
+    pub(super) megabytes: f64,
+}
+
 /// The time of the gathered product of `implicit_gemm`.
 #[derive(Debug)]
 pub(super) struct ImplicitGemm {
     pub(super) launch: f64,
-    /// f16 and bf16 by the copy engine: two blocks of a multiprocessor; one of 64, 128 and 256 channels.
-    pub(super) together: StepAndTile,
-    pub(super) maps: [StepAndTile; 3],
+    pub(super) tf32_product: Product,
+    /// Of f16 and bf16. The exchange is the same if threads gather x.
+    pub(super) half_product: Product,
     /// f16 and bf16 gathered by threads: blocks of 64 channels with whole sums and with parts; of 128 and 256 channels.
     pub(super) half: [StepAndTile; 4],
     /// f32 in blocks of 64 and of 128 channels, by what is gathered; neighbouring pixels far apart in any block.
@@ -117,33 +129,40 @@ pub(super) struct ImplicitGemm {
     pub(super) elements: [StepAndTile; 2],
     pub(super) channels: [StepAndTile; 2],
     pub(super) pixels: [StepAndTile; 2],
-    /// Exchange of parts: f32; f16 and bf16 in blocks of 64 channels and others, with what each doubling adds.
+    /// Exchange of parts in three products.
     pub(super) exchange: f64,
-    pub(super) half_exchange: [(f64, f64); 2],
     /// f16 and bf16: a copy of x with its bytes, and a block of 16384 outputs that are stored one by one.
     pub(super) copy: (f64, f64),
     pub(super) stores: f64,
 }
 
+/// The time of cuDNN's kernels on tensor cores: a launch; and a term of the few blocks that sum all of them, the products, or
+/// the bytes, whichever takes longest.
+#[derive(Debug)]
+pub(super) struct CudnnSums {
+    pub(super) launch: f64,
+    pub(super) term: f64,
+    /// An operation, and the number of channels of a group for which it doubles.
+    pub(super) flop: f64,
+    pub(super) group: f64,
+    /// Megabytes of x and y in a microsecond.
+    pub(super) megabytes: f64,
+}
+
 /// The time of cuDNN's kernels and of the passes around them.
 #[derive(Debug)]
 pub(super) struct Cudnn {
+    /// f32 that is not rounded to TF32: a launch, a GFLOP, and the number of channels of a group for which it doubles.
     pub(super) launch: f64,
-    /// f32 that is not rounded to TF32: a GFLOP, and the number of channels of a group for which it doubles.
     pub(super) f32_gflop: f64,
     pub(super) f32_group: f64,
     /// Few blocks that sum all terms: a launch and a term.
     pub(super) few_launch: f64,
     pub(super) f32_term: f64,
-    pub(super) tf32_gflop: f64,
-    /// f16 and bf16: the same, with an operation of whole vectors of channels and of others.
-    pub(super) half_few_launch: f64,
-    pub(super) half_term: f64,
-    pub(super) half_flop: f64,
-    pub(super) half_group: f64,
+    pub(super) tf32: CudnnSums,
+    pub(super) half: CudnnSums,
+    /// An operation of f16 and bf16 whose channels are no whole vectors.
     pub(super) half_unaligned_flop: f64,
-    /// Megabytes of x and y in a microsecond.
-    pub(super) half_megabytes: f64,
     /// The cost of layout changes between NCHW and channels-last: by Windrow, a launch and a megabyte of x; by cuDNN,
     /// launches, and megabytes in a microsecond.
     pub(super) turn: (f64, f64),

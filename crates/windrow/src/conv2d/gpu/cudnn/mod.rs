@@ -14,7 +14,6 @@ use super::task::Task;
 use super::{Divisor, Seen, kernel, source, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
-use crate::dtype::not_computed;
 use crate::gpu::{
     Choice, ConvolutionSpec, Gpu, Kernel, KernelSpec, Operation, Source, Stream, VendorConvolution,
     params,
@@ -178,14 +177,13 @@ pub(super) fn kernel_micros(task: &Task<'_>) -> f64 {
     let Task { chip, spec, problem: p, .. } = *task;
     let rates = &chip.rates.cudnn;
     let (per_gflop, per_term) = match spec.x.dtype {
+        _ if !is_strict(spec) => return sums_micros(rates, spec, p),
         // Of groups of 4 to 32 channels (ResNeXt-50).
-        _ if is_strict(spec) && p.groups > 1 => {
+        _ if p.groups > 1 => {
             let grouped = 1.0 + rates.f32_group / p.k_group() as f64;
             (rates.f32_gflop * grouped, rates.f32_term)
         }
-        _ if is_strict(spec) => (rates.f32_gflop, rates.f32_term),
-        DType::F32 => (rates.tf32_gflop, 0.0),
-        DType::F16 | DType::BF16 | not_computed!() => return half_micros(rates, spec, p),
+        _ => (rates.f32_gflop, rates.f32_term),
     };
     let few = rates.few_launch + per_term * p.taps() as f64;
     (rates.launch + per_gflop * 1e-9 * p.flops()).max(few)
@@ -204,25 +202,30 @@ fn pass_micros(task: &Task<'_>) -> f64 {
     launch + megabytes / per_micro
 }
 
-/// The time of [`kernel_micros`] for f16/bf16. It is limited by few blocks, by products (slow if pixels are not whole
-/// vectors), or by passes over x and y (more if they are not channels-last).
-fn half_micros(rates: &Rates, spec: &Conv2dSpec, p: &Problem) -> f64 {
-    let few = rates.half_few_launch + rates.half_term * p.taps() as f64;
-    let per_flop = match p.groups > 1 || p.c.is_multiple_of(8) {
-        true => rates.half_flop * (1.0 + rates.half_group / p.k_group().max(1) as f64),
+/// The time of [`kernel_micros`] on tensor cores. It is limited by few blocks, by products (those of f16/bf16 slow if pixels
+/// are not whole vectors), or by passes over x and y (more if those of f16/bf16 are not channels-last).
+fn sums_micros(rates: &Rates, spec: &Conv2dSpec, p: &Problem) -> f64 {
+    let is_half = spec.x.dtype != DType::F32;
+    let of = if is_half { &rates.half } else { &rates.tf32 };
+    let per_flop = match !is_half || p.groups > 1 || p.c.is_multiple_of(8) {
+        true => of.flop * (1.0 + of.group / p.k_group().max(1) as f64),
         // Of the 3, 4 and 6 channels of first layers.
         false => rates.half_unaligned_flop,
     };
     let products = per_flop * p.flops();
     let megabytes = |elements: usize| 1e-6 * (p.n * elements * spec.x.dtype.size()) as f64;
+    // A filter of one tap skips the pixels between its steps.
+    let skipped = if p.r * p.s == 1 { p.stride[0] * p.stride[1] } else { 1 };
     let (x, y) = (megabytes(p.c * p.h * p.w), megabytes(p.k * p.oh * p.ow));
     let plain = p.r * p.s == 1 && p.stride == [1, 1];
     let copies = match () {
-        () if plain || is_channels_last(&spec.y.layout) => 0.0,
+        () if !is_half || plain || is_channels_last(&spec.y.layout) => 0.0,
         () if NhwcConversion::suits(spec, p) => rates.turn.0 + rates.turn.1 * x,
         () => rates.own_turn.0 + 2.0 * (x + y) / rates.own_turn.1,
     };
-    few.max(products).max((x + y) / rates.half_megabytes) + copies
+    let few = of.term * p.taps() as f64;
+    let bytes = (x / skipped as f64 + y) / of.megabytes;
+    of.launch + few.max(products).max(bytes) + copies
 }
 
 impl Cudnn {

@@ -2,7 +2,7 @@
 //! way in which blocks gather x, and the cost model.
 
 use crate::conv2d::frame_reads::{Before, FrameReads};
-use crate::conv2d::gpu::chips::ImplicitGemm;
+use crate::conv2d::gpu::chips::{ImplicitGemm, Product};
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
@@ -143,8 +143,8 @@ impl Cut {
         let wide = usize::from(self.block != 64);
         let (step, tile) = match gather(spec, p, *self, true) {
             // Two of a multiprocessor.
-            _ if together => rates.together,
-            _ if self.maps => rates.maps[self.block.ilog2() as usize - 6],
+            _ if together => self.product(rates).together,
+            _ if self.maps => self.product(rates).blocks[self.block.ilog2() as usize - 6],
             _ if self.is_single() => match (self.block, self.parts) {
                 (64, 1) => rates.half[0],
                 (64, _) => rates.half[1],
@@ -161,7 +161,7 @@ impl Cut {
             (_, 1) => 0.0,
             (false, _) => rates.exchange,
             (true, _) => {
-                let (first, doubling) = rates.half_exchange[wide];
+                let (first, doubling) = self.product(rates).exchange[wide];
                 first + doubling * f64::from(self.parts.ilog2())
             }
         };
@@ -170,9 +170,26 @@ impl Cut {
         // Blocks that are done early go on, so that the last of many rounds need not be whole.
         let rounds = if rounds < 4.0 { rounds.ceil() } else { rounds };
         let steps = self.steps(p).div_ceil(self.parts) as f64;
+        let sums = rounds * (step * steps + tile + exchange);
         rates.launch
-            + rounds * (step * steps + tile + exchange)
+            + sums.max(self.bytes_micros(rates, spec, p))
             + self.single_micros(rates, spec, p, rounds)
+    }
+
+    fn product(self, rates: &ImplicitGemm) -> &Product {
+        if self.factors == Factors::Tf32 { &rates.tf32_product } else { &rates.half_product }
+    }
+
+    /// The time in which the memory brings and takes what one product reads and writes.
+    fn bytes_micros(&self, rates: &ImplicitGemm, spec: &Conv2dSpec, p: &Problem) -> f64 {
+        if !self.maps {
+            return 0.0;
+        }
+        let outputs = p.k * p.oh * p.ow * if spec.residual { 2 } else { 1 };
+        // A filter of one tap skips the pixels between its steps.
+        let inputs = if p.r * p.s == 1 { p.c * p.oh * p.ow } else { p.c * p.h * p.w };
+        let megabytes = 1e-6 * (p.n * (inputs + outputs) * spec.x.dtype.size()) as f64;
+        megabytes / self.product(rates).megabytes
     }
 
     /// The additional time of one product if x is copied, and if outputs are stored one by one.

@@ -147,8 +147,11 @@ __device__ __forceinline__ int first_step(const Params& p, int rank) {
 }
 
 // Output channel of sum (j, e) in lane quarter q: the filter is packed in this order, so that the channels of a thread are
-// neighbours in eights.
-__device__ __forceinline__ int channel_of(int q, int j, int e) { return 32 * (j / 4) + 8 * q + 2 * (j % 4) + e; }
+// neighbours in eights; of TF32 in fours, so that the quarters store whole sectors together.
+__device__ __forceinline__ int channel_of(int q, int j, int e) {
+    constexpr int PAIRS = TF32 ? 2 : 4;
+    return 8 * PAIRS * (j / PAIRS) + 2 * PAIRS * q + 2 * (j % PAIRS) + e;
+}
 
 __device__ __forceinline__ float bias_of(const Params& p, const Columns& columns, int k) {
     if (p.bias == nullptr || k >= columns.end) return 0;

@@ -46,7 +46,8 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     const int k = unit * p.unit_k + in_unit, group = p.group_k.divide(k), in_group = p.group_k.divide(in_unit);
     const Element* const w = p.w + (group * p.w_group + (k - group * static_cast<int>(p.group_k.value)) * p.w_k);
     // The place of this channel in the product: see `channel_of` in implicit_gemm.cuh.
-    const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
+    constexpr int PAIRS = TF32 ? 2 : 4, WIDTH = 8 * PAIRS;
+    const int n = column / WIDTH * WIDTH + 8 * (column % (2 * PAIRS) / 2) + 2 * (column % WIDTH / (2 * PAIRS)) + column % 2;
     const auto weight = [&](int term) -> Element {
         if (!exists || term >= p.terms) return 0;
         const int tap = p.c.divide(term), c = term - tap * static_cast<int>(p.c.value) - in_group * p.group_c;
