@@ -199,6 +199,9 @@ fn heads_are_divided_before_they_are_stored() {
                 assert_eq!(kernel.value_of("HEAD"), Some("128"), "{x:?}");
             }
         }
+        // Of small steps too, whose threads have few channels.
+        assert_eq!(kernels(dtype, [1, 4096, 1], None, 128)[0].value_of("VECTOR"), Some("4"));
+        assert_eq!(kernels(dtype, [1, 4096, 1], None, 64)[0].value_of("VECTOR"), Some("2"));
         // Heads of other widths have a second kernel.
         assert_eq!(kernels(dtype, [64, 4096, 1], None, 512)[0].value_of("HEAD"), None);
     }
