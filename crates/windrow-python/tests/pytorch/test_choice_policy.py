@@ -25,6 +25,9 @@ def test_little_is_left_to_pytorch(saved, is_ours):
         ({PYTORCH: (1.0, 0), KEPT: (0.9, 0)}, (0, 0), {}, KEPT, KEPT),
         ({PYTORCH: (1.0, 0), KEPT: (0.98, 0)}, (0, 0), {}, PYTORCH, PYTORCH),
         ({PYTORCH: (1.0, 0)}, (0, 0), {}, PYTORCH, PYTORCH),
+        # PyTorch's costs something beside its own time.
+        ({PYTORCH: (0.010, 0), KEPT: (0.028, 0)}, (0, 0), {"apart": 2e-5}, KEPT, PYTORCH),
+        ({PYTORCH: (0.010, 0), KEPT: (0.031, 0)}, (0, 0), {"apart": 2e-5}, PYTORCH, PYTORCH),
         # The model waits for its device: what ours takes of the interpreter is hidden.
         ({PYTORCH: (1.0, 0.01), KEPT: (0.5, 0.03)}, (9, 1), {}, KEPT, KEPT),
         # It waits for the interpreter: what ours saves of the device is.

@@ -186,7 +186,9 @@ def _contest(question: Question, before: Decision | None) -> Decision:
         times = policy.shortest(times, before.times)
     model = store.of_a_model(question.what, question.key, question.around)
     for_graphs = [c.name for c in candidates if c.is_for_graphs]
-    choice = policy.choose(times, model, question.around, for_graphs)
+    is_in_a_sequence = question.device.type == "cpu" and question.around == policy.BESIDE_FUSED
+    apart = policy.APART if is_in_a_sequence else 0.0
+    choice = policy.choose(times, model, question.around, for_graphs, apart)
     for candidate in windrow:
         if candidate.name == choice.in_graph != choice.called:
             candidate.promise()

@@ -26,6 +26,9 @@ BESIDE, BESIDE_FUSED = 2.0, 0.0
 # processor's caches; PyTorch's usually is, because everything else shares it (MobileNet: 13 instead of 8 us, stages
 # of Winograd 45 instead of 34).
 COLD = 1.5
+# The seconds that PyTorch's convolution costs more on the CPU among fused ones: it ends Windrow's call of those before
+# it, starts another one for those after it, and threads of both wait for each other.
+APART = 2e-5
 
 # --- A step of training ---
 # The seconds that a layer's training step must gain on CUDA before Windrow computes any part of it. The way to
@@ -94,10 +97,15 @@ class Choice:
 
 
 def choose(
-    times: Times, others: Seconds = Seconds(0.0), around: float = BESIDE, for_graphs: Sequence[str] = ()
+    times: Times,
+    others: Seconds = Seconds(0.0),
+    around: float = BESIDE,
+    for_graphs: Sequence[str] = (),
+    apart: float = 0.0,
 ) -> Choice:
     """The choice that makes the model fastest. `times`: of PyTorch and of each candidate. `others`: the time of the
     model's other problems with PyTorch, as from `whole`. `for_graphs`: candidates that have room only in CUDA graphs.
+    `apart`: what a call of PyTorch's costs beside its own time.
 
     A model is bound by the device's time or the interpreter's, whichever total is larger. In a captured graph only the
     device's time remains.
@@ -117,7 +125,7 @@ def choose(
 
     called = {name: of_a_call(name) for name in candidates if name not in for_graphs}
     in_graph = {name: times[name].device + gain[name] * theirs.device for name in candidates}
-    return Choice(fastest(called, part), fastest(in_graph, theirs.device, LEAST_IN_GRAPHS))
+    return Choice(fastest(called, part + apart), fastest(in_graph, theirs.device, LEAST_IN_GRAPHS))
 
 
 def whole(times: Times, around: float) -> Seconds:
