@@ -227,13 +227,10 @@ mod tests {
             let c = chosen(TensorDesc { dtype, layout }, &[k, c, 3, 3], Accuracy::Fp32, 0);
             (c.algorithm, c.block.unwrap_or(0), c.parts.unwrap_or(0))
         };
-        for n in [1, 8, 64] {
-            let few_pixels = channels_last(DType::BF16, [96, 12, 192], n);
-            assert_eq!(few_pixels, (ImplicitGemm, if n == 64 { 128 } else { 64 }, 2), "{n}");
-            let many_channels = channels_last(DType::BF16, [512, 16, 2048], n);
-            assert_eq!(many_channels, (ImplicitGemm, if n == 1 { 64 } else { 256 }, 1), "{n}");
-            let many_pixels = channels_last(DType::F32, [64, 112, 64], n);
-            assert_eq!(many_pixels, (ImplicitGemm, 64, 1), "{n}");
-        }
+        let of = |dtype, sizes| [1, 8, 64].map(|n| channels_last(dtype, sizes, n));
+        let blocks = |blocks: [usize; 3], parts| blocks.map(|block| (ImplicitGemm, block, parts));
+        assert_eq!(of(DType::BF16, [96, 12, 192]), blocks([64, 64, 128], 2));
+        assert_eq!(of(DType::BF16, [512, 16, 2048]), blocks([64, 128, 128], 2));
+        assert_eq!(of(DType::F32, [64, 112, 64]), blocks([64; 3], 1));
     }
 }

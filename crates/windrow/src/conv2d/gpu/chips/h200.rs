@@ -33,15 +33,15 @@ pub(super) static RATES: Rates = Rates {
     implicit_gemm: ImplicitGemm {
         launch: 2.3,
         tf32_product: Product {
-            together: (0.63, 1.5),
-            blocks: [(0.32, 1.0), (0.38, 2.6), (0.61, 9.2)],
-            exchange: [(0.1, 0.2), (0.2, 0.0)],
-            megabytes: 3.2,
+            together: (0.61, 0.8),
+            blocks: [(0.31, 0.7), (0.34, 2.1), (0.60, 5.3)],
+            exchange: [(0.8, 0.1), (3.0, 0.0)],
+            megabytes: 3.9,
         },
         half_product: Product {
             together: (0.58, 0.7),
-            blocks: [(0.26, 0.9), (0.33, 1.7), (0.68, 2.4)],
-            exchange: [(0.6, 0.3), (2.4, 0.9)],
+            blocks: [(0.26, 0.9), (0.33, 1.7), (0.66, 2.4)],
+            exchange: [(0.9, 0.35), (1.3, 0.6)],
             megabytes: 3.8,
         },
         half: [(0.70, 0.8), (0.45, 1.1), (0.49, 1.0), (0.68, 2.1)],

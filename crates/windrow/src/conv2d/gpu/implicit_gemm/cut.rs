@@ -1,8 +1,7 @@
-//! The division of the matrix product of [`ImplicitGemm`](super::ImplicitGemm) into blocks (tile size and split-K), the
-//! way in which blocks gather x, and the cost model.
+//! The division of the matrix product of [`ImplicitGemm`](super::ImplicitGemm) into blocks (tile size and split-K), and the
+//! way in which blocks gather x.
 
 use crate::conv2d::frame_reads::{Before, FrameReads};
-use crate::conv2d::gpu::chips::{ImplicitGemm, Product};
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
@@ -134,85 +133,6 @@ impl Cut {
         Order { parts: self.parts, block: (!self.is_single()).then_some(self.block) }
     }
 
-    /// The expected microseconds: a launch, and rounds of tiles with this number of steps.
-    fn micros(&self, task: &Task<'_>) -> f64 {
-        let Task { chip, spec, problem: p, .. } = *task;
-        let rates = &chip.rates.implicit_gemm;
-        let tiles = (p.n * self.image_pixels(task)).div_ceil(self.pixels) * self.k_blocks(p);
-        let together = self.resident() == 2 && tiles > chip.multiprocessors as usize;
-        let wide = usize::from(self.block != 64);
-        let (step, tile) = match gather(spec, p, *self, true) {
-            // Two of a multiprocessor.
-            _ if together => self.product(rates).together,
-            _ if self.maps => self.product(rates).blocks[self.block.ilog2() as usize - 6],
-            _ if self.is_single() => match (self.block, self.parts) {
-                (64, 1) => rates.half[0],
-                (64, _) => rates.half[1],
-                (128, _) => rates.half[2],
-                _ => rates.half[3],
-            },
-            // Neighbouring pixels lie in lines of their own.
-            Gather::Any if spec.x.strides()[3] > 8 => rates.apart,
-            Gather::Any => rates.elements[wide],
-            Gather::Channels => rates.channels[wide],
-            Gather::Pixels | Gather::Map => rates.pixels[wide],
-        };
-        let exchange = match (self.is_single(), self.parts) {
-            (_, 1) => 0.0,
-            (false, _) => rates.exchange,
-            (true, _) => {
-                let (first, doubling) = self.product(rates).exchange[wide];
-                first + doubling * f64::from(self.parts.ilog2())
-            }
-        };
-        let slots = clusters(chip.multiprocessors, self.parts) * if together { 2 } else { 1 };
-        let rounds = tiles as f64 / slots as f64;
-        // Blocks that are done early go on, so that the last of many rounds need not be whole.
-        let rounds = if rounds < 4.0 { rounds.ceil() } else { rounds };
-        let steps = self.steps(p).div_ceil(self.parts) as f64;
-        let sums = rounds * (step * steps + tile + exchange);
-        rates.launch
-            + sums.max(self.bytes_micros(rates, spec, p))
-            + self.single_micros(rates, spec, p, rounds)
-    }
-
-    fn product(self, rates: &ImplicitGemm) -> &Product {
-        if self.factors == Factors::Tf32 { &rates.tf32_product } else { &rates.half_product }
-    }
-
-    /// The time in which the memory brings and takes what one product reads and writes.
-    fn bytes_micros(&self, rates: &ImplicitGemm, spec: &Conv2dSpec, p: &Problem) -> f64 {
-        if !self.maps {
-            return 0.0;
-        }
-        let outputs = p.k * p.oh * p.ow * if spec.residual { 2 } else { 1 };
-        // A filter of one tap skips the pixels between its steps.
-        let inputs = if p.r * p.s == 1 { p.c * p.oh * p.ow } else { p.c * p.h * p.w };
-        let megabytes = 1e-6 * (p.n * (inputs + outputs) * spec.x.dtype.size()) as f64;
-        megabytes / self.product(rates).megabytes
-    }
-
-    /// The additional time of one product if x is copied, and if outputs are stored one by one.
-    fn single_micros(
-        &self,
-        rates: &ImplicitGemm,
-        spec: &Conv2dSpec,
-        p: &Problem,
-        rounds: f64,
-    ) -> f64 {
-        if !self.is_single() {
-            return 0.0;
-        }
-        let copied = gather(spec, p, *self, true) != Gather::Channels;
-        let (launch, byte) = rates.copy;
-        let sizes = [p.n, p.c, p.h, p.w, spec.x.dtype.size()].map(|size| size as f64);
-        let copy = launch + byte * sizes.iter().product::<f64>();
-        let vectors = stores_vectors(&spec.y, p) || stores_pixels(&spec.y);
-        let stores = rounds * rates.stores * (self.pixels * self.block) as f64 / 16384.0;
-        let taken = |yes, micros| if yes { micros } else { 0.0 };
-        taken(copied, copy) + taken(!vectors, stores)
-    }
-
     pub(super) fn configuration(&self) -> Conv2dConfiguration {
         Conv2dConfiguration {
             block: Some(self.block),
@@ -321,17 +241,6 @@ fn of_factors(factors: Factors, maps: bool) -> impl Iterator<Item = Cut> {
     all.filter(|cut| cut.block < 256 || cut.is_single() && cut.parts == 1)
 }
 
-/// The number of clusters of `parts` blocks that most GPUs hold at a time. Some of their multiprocessors are in no whole
-/// cluster.
-fn clusters(multiprocessors: u32, parts: usize) -> usize {
-    let whole = multiprocessors as usize / parts;
-    let lost = match parts {
-        1 | 2 => 0,
-        _ => 2,
-    };
-    whole.saturating_sub(lost).max(1)
-}
-
 /// The way in which x is gathered if its address is aligned.
 pub(super) fn gather(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Gather {
     let s = spec.x.strides();
@@ -403,12 +312,12 @@ pub(super) fn corners(p: &Problem) -> [[i64; 2]; 2] {
 }
 
 /// True if the copy engine can load the taps of one product, from x or its copy. f16 and bf16 need outputs that are
-/// vectors: it loads pixels in an order that single outputs cannot use.
+/// vectors of channels or of pixels: it loads pixels in an order that single outputs cannot use.
 fn copy_engine_reads(spec: &Conv2dSpec, p: &Problem) -> bool {
     let reach = |taps: usize, d: usize| taps.saturating_sub(1).saturating_mul(p.dilation[d]);
     let factors = Factors::of(spec, true);
     p.c_group().is_multiple_of(factors.step())
-        && (factors != Factors::Half || stores_vectors(&spec.y, p))
+        && (factors != Factors::Half || stores_vectors(&spec.y, p) || stores_pixels(&spec.y))
         && ![p.n, p.h, p.w, p.oh, p.ow, p.r, p.s].contains(&0)
         && corners(p).as_flattened().iter().all(|at| (-128..128).contains(at))
         && reach(p.r, 0) < 256
@@ -446,6 +355,20 @@ mod tests {
             let factors = Factors::Split;
             let cut = Cut { factors, maps: false, pixels: 128, block: 64, parts: 1 };
             assert_eq!(gather(&spec, &problem, cut, aligned), expected, "{x:?} {order:?} {taps}");
+        }
+    }
+
+    #[test]
+    fn the_copy_engine_brings_whole_steps_for_results_in_either_layout() {
+        for (c, order, maps) in
+            [(96, NHWC, false), (96, NCHW, false), (64, NHWC, true), (64, NCHW, true)]
+        {
+            let (mut spec, problem) = spec(&[2, c, 8, 8], &order, &[96, c, 3, 3], 1);
+            for desc in [&mut spec.x, &mut spec.w, &mut spec.y] {
+                desc.dtype = DType::BF16;
+            }
+            let (cut, _) = Cut::choose(&Task::on_h200(&spec, &problem)).unwrap();
+            assert_eq!(cut.maps, maps, "{c} {order:?}");
         }
     }
 

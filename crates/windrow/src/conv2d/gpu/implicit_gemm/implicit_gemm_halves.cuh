@@ -5,7 +5,7 @@ struct Place {
 #if OUT == CHANNEL_VECTORS
     static constexpr int COUNT = 2; // rows lane / 4 and 8 more of the product
 #elif OUT == PIXEL_VECTORS
-    static constexpr int COUNT = 1; // the first of four
+    static constexpr int COUNT = GATHER == MAP ? 2 : 1; // the first of four, or of two and of the two that are 8 further on
 #else
     static constexpr int COUNT = 4;
 #endif
@@ -14,7 +14,9 @@ struct Place {
     __device__ __forceinline__ Place(const Params& p, int row, int lane) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            const int pixel = OUT == CHANNEL_VECTORS ? pixel_of(row + lane / 4 + 8 * i) : row + lane % 4 * 4 + i;
+            const int pixel = OUT == CHANNEL_VECTORS ? pixel_of(row + lane / 4 + 8 * i)
+                              : GATHER == MAP        ? row + lane % 4 * 2 + 8 * i
+                                                     : row + lane % 4 * 4 + i;
             const bool exists = has_pixel(p, pixel);
             const Pixel at(p, exists ? pixel : 0);
             y[i] = exists ? p.y + (at.image * p.y_n + at.row * p.y_h + at.column * p.y_w) : nullptr;
@@ -52,7 +54,12 @@ struct Additions {
             const int k = columns.first + channel_of(lane / 8, group + j, lane / 4 % 2);
             if (k >= columns.end) continue;
             const i64 channel = k * p.y_k;
-#if OUT == PIXEL_VECTORS
+#if OUT == PIXEL_VECTORS && GATHER == MAP
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (place.y[i] != nullptr)
+                    words[j][i] = *reinterpret_cast<const u32*>(beside(p.residual, p.y, place.y[i]) + channel);
+#elif OUT == PIXEL_VECTORS
             if (place.y[0] == nullptr) continue;
             const uint2 v = *reinterpret_cast<const uint2*>(beside(p.residual, p.y, place.y[0]) + channel);
             words[j][0] = v.x, words[j][1] = v.y;
@@ -109,7 +116,11 @@ __device__ __forceinline__ void store(const Params& p, const float* sum, const A
         const int k = columns.first + channel_of(lane / 8, group + j, lane / 4 % 2);
         if (k >= columns.end) continue;
         const i64 channel = k * p.y_k;
-#if OUT == PIXEL_VECTORS
+#if OUT == PIXEL_VECTORS && GATHER == MAP
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (place.y[i] != nullptr) *reinterpret_cast<u32*>(place.y[i] + channel) = words[i];
+#elif OUT == PIXEL_VECTORS
         if (place.y[0] != nullptr) *reinterpret_cast<uint2*>(place.y[0] + channel) = make_uint2(words[0], words[1]);
 #else
 #pragma unroll

@@ -2,6 +2,7 @@
 //! capability 9.0: f32 as three products of f16 parts (`implicit_gemm.cu`); in one product f16, bf16 and, at accuracy
 //! `Tf32` and `Half`, f32 (`implicit_gemm_single.cu`).
 
+mod cost;
 mod cut;
 mod filter;
 mod parameters;
@@ -64,7 +65,7 @@ impl Method for ImplicitGemmMethod {
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f32,f16,bf16} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f32,f16,bf16} BLOCK_K=256 SPLIT=1 sm_90",
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER=1 OUT={0,1,2} sm_90",
-                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER=3 OUT=1 sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER=3 OUT={1,2} sm_90",
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_f32 GATHER=3 OUT={0,1} sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 BLOCK_K={64,128} sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 TF32=1 BLOCK_K={64,128,256} sm_90",
