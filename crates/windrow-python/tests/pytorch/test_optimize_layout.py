@@ -224,7 +224,9 @@ def test_linear_layers_round_as_pytorchs_do(monkeypatch, times, factor):
         close(optimize(model)(x), model, x)
 
 
-def test_saved_and_compiled():
+def test_saved_and_compiled(times):
+    # Measured, the copy could choose another algorithm, with other bits.
+    times(OURS)
     model = nn.Sequential(nn.Conv2d(6, 6, 1), Block()).eval()
     x = leaf(*X, grad=False)
     fast = optimize(model)
