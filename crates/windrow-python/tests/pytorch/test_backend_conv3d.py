@@ -181,7 +181,7 @@ def test_results_lie_as_promised(of, is_fixed, device, times, monkeypatch) -> No
     """Not as the concatenation in which Inductor puts the video. Otherwise they are copied, and the graph stays."""
     times(THEIRS)
     if not is_fixed:
-        monkeypatch.setattr(_compile, "fix_shared_results", lambda graph: 0)
+        monkeypatch.setattr(_compile, "fix_shared_results", lambda graph: None)
     model, told = Cached(SHARED[of]).eval().to(device), Told()
     fast = compiled(model, "inductor", dynamic=False, report=told)
     x, cache = torch.randn(2, 5, 2, 7, 6, device=device), torch.randn(2, 5, 2, 7, 6, device=device)

@@ -101,7 +101,7 @@ impl Bands {
             return Ok(None);
         };
         let (mut bands, mut of_parts) = (Vec::<Band>::new(), Vec::new());
-        for part in schedule.parts() {
+        for part in &schedule.all {
             let stencil = stencils[part.link].of_rows(part.rows.clone());
             let known = bands.iter().position(|b| b.link == part.link && b.stencil == stencil);
             let band = match known {
@@ -117,7 +117,7 @@ impl Bands {
             push(&mut of_parts, band)?;
         }
         let mut starts = vec![0];
-        for &len in schedule.lens() {
+        for &len in &schedule.lens {
             starts.push(starts[starts.len() - 1] + len.next_multiple_of(16));
         }
         let scratch = bands.iter().map(|band| band.prepared.workspace_bytes()).max().unwrap_or(0);

@@ -19,19 +19,18 @@ from windrow.torch.backend._original import is_view
 _aten = torch.ops.aten
 
 
-def fix_shared_results(graph: fx.Graph) -> int:
-    """Changes the graph. Returns the number of values whose layout was fixed."""
+def fix_shared_results(graph: fx.Graph) -> None:
+    """Fixes the layout of these values."""
     from torch._inductor.inductor_prims import force_stride_order
 
     (output,) = (node for node in graph.nodes if node.op == "output")
     shown = {base for node in output.all_input_nodes if (base := _base(node)) is not node}
     joined = {_base(part) for node in graph.nodes if node.target is _aten.cat.default for part in node.all_input_nodes}
-    found = [node for node in graph.nodes if node in shown & joined and node.op != "placeholder" and is_dense(value(node))]
-    for node in found:
+    both = shown & joined
+    for node in [n for n in graph.nodes if n in both and n.op != "placeholder" and is_dense(value(n))]:
         fixed = called(graph, node.next, force_stride_order, node, [*value(node).stride()])
         fixed.meta[VALUE] = node.meta.get(VALUE)
         node.replace_all_uses_with(fixed, lambda user, fixed=fixed: user is not fixed)
-    return len(found)
 
 
 def _base(node: fx.Node) -> fx.Node:

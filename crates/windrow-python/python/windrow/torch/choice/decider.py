@@ -19,7 +19,7 @@ from windrow.torch._calls import is_captured
 from windrow.torch.choice import budget, disk, measure, policy, store
 from windrow.torch.choice.check import Check
 from windrow.torch.choice.policy import KEPT, PYTORCH, TRIES
-from windrow.torch.choice.problem import Key, named
+from windrow.torch.choice.problem import FUSED, FUSED_UNKEPT, Key, named
 from windrow.torch.choice.store import Decision
 
 
@@ -186,7 +186,7 @@ def _contest(question: Question, before: Decision | None) -> Decision:
         times = policy.shortest(times, before.times)
     model = store.of_a_model(question.what, question.key, question.around)
     for_graphs = [c.name for c in candidates if c.is_for_graphs]
-    is_in_a_sequence = question.device.type == "cpu" and question.around == policy.BESIDE_FUSED
+    is_in_a_sequence = question.device.type == "cpu" and question.what in (FUSED, FUSED_UNKEPT)
     apart = policy.APART if is_in_a_sequence else 0.0
     choice = policy.choose(times, model, question.around, for_graphs, apart)
     for candidate in windrow:

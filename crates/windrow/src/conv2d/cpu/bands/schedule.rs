@@ -7,18 +7,18 @@ use std::ops::Range;
 const MOST_TWICE: f64 = 0.125;
 
 /// Parts of convolutions in the order in which a thread computes them.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 pub(super) struct Schedule {
     pub(super) all: Vec<Part>,
     /// The parts of each segment.
     pub(super) segments: Vec<Range<usize>>,
     /// Elements of the memory for each value between two convolutions.
-    lens: Vec<usize>,
+    pub(super) lens: Vec<usize>,
 }
 
 /// Rows that one convolution computes. Places are in elements, from the first one of the image, the result, or the value's
 /// memory.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug)]
 pub(super) struct Part {
     /// The number of the convolution.
     pub(super) link: usize,
@@ -106,13 +106,5 @@ impl Schedule {
             segments.push(start..all.len());
         }
         Schedule { all, segments, lens }
-    }
-
-    pub(super) fn parts(&self) -> impl Iterator<Item = &Part> {
-        self.all.iter()
-    }
-
-    pub(super) fn lens(&self) -> &[usize] {
-        &self.lens
     }
 }

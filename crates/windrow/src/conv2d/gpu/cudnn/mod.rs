@@ -176,17 +176,13 @@ pub(super) fn micros(task: &Task<'_>) -> f64 {
 pub(super) fn kernel_micros(task: &Task<'_>) -> f64 {
     let Task { chip, spec, problem: p, .. } = *task;
     let rates = &chip.rates.cudnn;
-    let (per_gflop, per_term) = match spec.x.dtype {
-        _ if !is_strict(spec) => return sums_micros(rates, spec, p),
-        // Of groups of 4 to 32 channels (ResNeXt-50).
-        _ if p.groups > 1 => {
-            let grouped = 1.0 + rates.f32_group / p.k_group() as f64;
-            (rates.f32_gflop * grouped, rates.f32_term)
-        }
-        _ => (rates.f32_gflop, rates.f32_term),
-    };
-    let few = rates.few_launch + per_term * p.taps() as f64;
-    (rates.launch + per_gflop * 1e-9 * p.flops()).max(few)
+    if !is_strict(spec) {
+        return sums_micros(rates, spec, p);
+    }
+    // Of groups of 4 to 32 channels (ResNeXt-50).
+    let grouped = if p.groups > 1 { 1.0 + rates.f32_group / p.k_group() as f64 } else { 1.0 };
+    let few = rates.few_launch + rates.f32_term * p.taps() as f64;
+    (rates.launch + rates.f32_gflop * grouped * 1e-9 * p.flops()).max(few)
 }
 
 /// The expected microseconds of the pass after cuDNN's kernel: a launch, reading and writing y, and reading the
