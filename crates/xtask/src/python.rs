@@ -215,6 +215,9 @@ fn python(environment: &Path, site: &Path) -> Command {
     command.env("PYTHONPATH", site).env("PYTHONDONTWRITEBYTECODE", "1");
     // Nothing that was decided on this machine is found, or forgotten.
     command.env("WINDROW_DECISIONS", "off");
+    // OpenMP's threads sleep where they wait. Two processes whose threads wait in loops take the cores from each other:
+    // such tests took two to five times as long.
+    command.env("OMP_WAIT_POLICY", "passive");
     command
 }
 
