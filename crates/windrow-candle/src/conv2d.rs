@@ -6,8 +6,8 @@ use crate::storage::{Held, Order, Output, View, desc, error, options, workspace}
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor};
 use std::sync::{Arc, Mutex};
 use windrow::{
-    Activation, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Filter, FilterCache, PlanOptions,
-    TensorDesc, TensorRef, Weights,
+    Activation, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Filter, FilterCache,
+    NegativeSlope, PlanOptions, TensorDesc, TensorRef, Weights,
 };
 
 const NAME: &str = "conv2d";
@@ -123,6 +123,10 @@ impl Conv2d {
                 let inside = y.gt(0f64)?.mul(&y.lt(6f64)?)?;
                 return dy.mul(&inside.to_dtype(dy.dtype())?);
             }
+            // The output has the sign of the sum.
+            Activation::LeakyRelu(slope) if slope.get() >= 0.0 => {
+                return leaky_relu_backward(y, dy, slope);
+            }
             _ => {}
         }
         let held: Vec<_> = args.iter().map(|arg| Held::new(arg)).collect();
@@ -134,6 +138,8 @@ impl Conv2d {
         let z = unsafe { z.into_tensor() }?;
         match spec.activation {
             Activation::Gelu(approximate) => gelu_backward(&z, dy, approximate),
+            Activation::LeakyRelu(slope) => leaky_relu_backward(&z, dy, slope),
+            Activation::Hardswish => hardswish_backward(&z, dy),
             Activation::Silu => silu_backward(&z, dy),
             other => Err(error(NAME)(windrow::Error::unsupported(
                 format!("the gradient of {other}"),
@@ -141,6 +147,22 @@ impl Conv2d {
             ))),
         }
     }
+}
+
+/// `dy`, times the slope where `z` is not positive.
+fn leaky_relu_backward(z: &Tensor, dy: &Tensor, slope: NegativeSlope) -> Result<Tensor> {
+    let gradient = dy.to_dtype(DType::F32)?;
+    let scaled = (&gradient * f64::from(slope.get()))?;
+    z.gt(0f64)?.where_cond(&gradient, &scaled)?.to_dtype(dy.dtype())
+}
+
+/// `dy` times a slope that rises from -1/2 at -3 to 3/2 at 3 and is 0 below and 1 above, in f32.
+fn hardswish_backward(z: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    let (z, gradient) = (z.to_dtype(DType::F32)?, dy.to_dtype(DType::F32)?);
+    let above = z.ge(3f64)?.where_cond(&gradient, &gradient.zeros_like()?)?;
+    let between = z.gt(-3f64)?.mul(&z.lt(3f64)?)?;
+    let slope = ((z / 3.0)? + 0.5)?;
+    between.where_cond(&gradient.mul(&slope)?, &above)?.to_dtype(dy.dtype())
 }
 
 /// `dy s (1 + z (1 - s))` with `s = sigmoid(z)`, in f32.

@@ -38,7 +38,9 @@ mod op;
 mod storage;
 
 pub use causal_conv1d::{CausalConv1dOptions, CausalConv1dUpdateOptions};
-pub use windrow::{Accuracy, Activation, Approximate, Conv2dParams, Conv3dParams, TimePadding};
+pub use windrow::{
+    Accuracy, Activation, Approximate, Conv2dParams, Conv3dParams, NegativeSlope, TimePadding,
+};
 
 use candle_core::{Result, Tensor};
 

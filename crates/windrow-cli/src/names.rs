@@ -1,6 +1,11 @@
 //! Options whose values are names: help and completions list them.
 
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{
+    NonEmptyStringValueParser, PossibleValue, PossibleValuesParser, TypedValueParser,
+};
+use clap::{Arg, Command};
+use std::borrow::Cow;
+use std::ffi::OsStr;
 use std::str::FromStr;
 use windrow::{
     Accuracy, Activation, Approximate, CausalConv1dAlgorithm, Conv2dAlgorithm, DType, Error,
@@ -20,11 +25,45 @@ fn plain(name: &'static str) -> PossibleValue {
 }
 
 pub(crate) fn activation() -> impl TypedValueParser<Value = Activation> {
-    of(Activation::ALL.iter().map(|a| match a {
-        Activation::Identity => plain(a.name()).alias("none"),
-        Activation::Silu => plain(a.name()).alias("swish"),
-        _ => plain(a.name()),
-    }))
+    Activations
+}
+
+/// A parser of activations. Help and completions list those without a slope.
+#[derive(Clone)]
+struct Activations;
+
+impl Activations {
+    fn listed() -> impl Iterator<Item = PossibleValue> {
+        Activation::ALL.iter().filter_map(|a| match (a, a.name()) {
+            (_, Cow::Owned(_)) => None,
+            (Activation::Identity, Cow::Borrowed(name)) => Some(plain(name).alias("none")),
+            (Activation::Silu, Cow::Borrowed(name)) => Some(plain(name).alias("swish")),
+            (_, Cow::Borrowed(name)) => Some(plain(name)),
+        })
+    }
+}
+
+impl TypedValueParser for Activations {
+    type Value = Activation;
+
+    fn parse_ref(
+        &self,
+        command: &Command,
+        arg: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<Activation, clap::Error> {
+        match value.to_str() {
+            Some(name) if name.contains('(') => {
+                let parser = NonEmptyStringValueParser::new();
+                parser.try_map(|name| name.parse::<Activation>()).parse_ref(command, arg, value)
+            }
+            _ => of(Self::listed()).parse_ref(command, arg, value),
+        }
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(Self::listed()))
+    }
 }
 
 pub(crate) fn approximate() -> impl TypedValueParser<Value = Approximate> {

@@ -218,8 +218,8 @@ impl<'py> FromPyObject<'_, 'py> for ActivationName {
     fn extract(given: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let Ok(name) = given.extract::<&str>() else {
             let given = given.repr()?;
-            let names = "None, \"relu\", \"relu6\", \"silu\", \"gelu\" or \"gelu_tanh\"";
-            let message = format!("`activation` is {given}, expected {names}");
+            let names = Activation::ALL.iter().map(|a| format!("\"{a}\"")).collect::<Vec<_>>();
+            let message = format!("`activation` is {given}, expected None, {}", names.join(", "));
             return Err(PyTypeError::new_err(message));
         };
         word(name).map(ActivationName)

@@ -288,7 +288,8 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
 /// stride, padding, dilation: a number for both directions, or two numbers (rows, columns).
 /// residual: an array with the type, shape and strides of the result. It is added before the
 /// activation.
-/// activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
+/// activation: None, "relu", "relu6", "leaky_relu" (with another slope than 0.01: "leaky_relu(0.2)"),
+/// "hardswish", "silu", "gelu" or "gelu_tanh", applied to the result.
 /// accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
 /// algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
 /// batch_invariant: if true, the bits of an image do not depend on the other images.

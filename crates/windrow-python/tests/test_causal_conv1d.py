@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 sizes = st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(0, 30))
 widths = st.integers(1, 7)
-activations = st.sampled_from([None, "silu", "relu", "gelu", "gelu_tanh"])
+activations = st.sampled_from([None, "silu", "relu", "leaky_relu(-0.5)", "hardswish", "gelu", "gelu_tanh"])
 
 
 @given(st.data(), sizes, widths, dtypes, activations, st.booleans())

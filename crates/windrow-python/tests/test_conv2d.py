@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 small = st.integers(1, 12)
-activations = st.sampled_from([None, "silu", "relu", "relu6", "gelu", "gelu_tanh"])
+activations = st.sampled_from(
+    [None, "silu", "relu", "relu6", "leaky_relu", "leaky_relu(-0.5)", "hardswish", "gelu", "gelu_tanh"]
+)
 
 
 @given(st.data(), st.integers(0, 3), small, small, small, small, dtypes, activations)

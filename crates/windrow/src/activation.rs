@@ -1,5 +1,10 @@
 //! Activations that operators fuse into their epilogue.
 
+mod names;
+mod negative_slope;
+
+pub use self::negative_slope::NegativeSlope;
+
 use crate::forms::names;
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
@@ -22,8 +27,9 @@ names! { Approximate, "approximate": None = "none" | "exact", Tanh = "tanh" }
 
 /// The function that is applied to each element of an operator's result, after the bias.
 ///
-/// SiLU and GELU are computed for every finite number, to the last numbers that are not 0 in the output's type. At
-/// infinities every operator gives the limits: infinity, and -0 at minus infinity, where the formulas are NaN.
+/// SiLU and GELU are computed for every finite number, to the last numbers that are not 0 in the output's type.
+/// At infinities every operator gives the limits. Where the formulas are NaN at minus infinity, these are -0 for
+/// hardswish, SiLU and GELU, and 0 for leaky ReLU with a slope of 0. NaN stays NaN.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {
@@ -34,20 +40,14 @@ pub enum Activation {
     Relu,
     /// `min(max(x, 0), 6)`; NaN stays NaN.
     Relu6,
+    /// `x` if it is positive, otherwise `x` times the [slope](NegativeSlope). With a slope of 0 it is ReLU.
+    LeakyRelu(NegativeSlope),
+    /// `x min(max(x + 3, 0), 6) / 6`; -0 up to -3.
+    Hardswish,
     /// `x / (1 + exp(-x))`, also called swish.
     Silu,
     /// [GELU](Approximate).
     Gelu(Approximate),
-}
-
-names! {
-    Activation, "activation":
-    Identity = "identity" | "none",
-    Relu = "relu",
-    Relu6 = "relu6",
-    Silu = "silu" | "swish",
-    Gelu(Approximate::None) = "gelu",
-    Gelu(Approximate::Tanh) = "gelu_tanh",
 }
 
 impl Activation {
@@ -66,6 +66,14 @@ impl Activation {
             Activation::Relu6 if x < 0.0 => 0.0,
             Activation::Relu6 if x > 6.0 => 6.0,
             Activation::Relu6 => x,
+            Activation::LeakyRelu(slope) if x < 0.0 && slope.get() != 0.0 => {
+                x * f64::from(slope.get())
+            }
+            Activation::LeakyRelu(_) if x < 0.0 => 0.0,
+            Activation::LeakyRelu(_) => x,
+            Activation::Hardswish if x <= -3.0 => -0.0,
+            Activation::Hardswish if x >= 3.0 => x,
+            Activation::Hardswish => x * (x + 3.0) / 6.0,
             Activation::Silu => x * sigmoid(x),
             Activation::Gelu(Approximate::None) => x * normal_cdf(x),
             Activation::Gelu(Approximate::Tanh) => x * sigmoid(tanh_argument(x)),
@@ -79,7 +87,10 @@ impl Activation {
             Activation::Identity => Some([f32::NEG_INFINITY, f32::INFINITY]),
             Activation::Relu => Some([0.0, f32::INFINITY]),
             Activation::Relu6 => Some([0.0, 6.0]),
-            Activation::Silu | Activation::Gelu(_) => None,
+            Activation::LeakyRelu(_)
+            | Activation::Hardswish
+            | Activation::Silu
+            | Activation::Gelu(_) => None,
         }
     }
 
@@ -87,29 +98,44 @@ impl Activation {
     pub(crate) fn steepest_slope(self) -> f64 {
         match self {
             Activation::Identity | Activation::Relu | Activation::Relu6 => 1.0,
+            Activation::LeakyRelu(slope) => f64::from(slope.get()).abs().max(1.0),
             Activation::Silu | Activation::Gelu(_) => 1.13,
+            Activation::Hardswish => 1.5,
         }
     }
 
     /// Error of the approximation in GPU kernels for f16 and bf16, without that of rounding.
     pub(crate) fn half_error_on_gpus(self) -> f64 {
         match self {
-            Activation::Identity | Activation::Relu | Activation::Relu6 | Activation::Silu => 0.0,
             Activation::Gelu(_) => CUDA_HALF_POLYNOMIALS,
+            Activation::Identity
+            | Activation::Relu
+            | Activation::Relu6
+            | Activation::LeakyRelu(_)
+            | Activation::Hardswish
+            | Activation::Silu => 0.0,
         }
     }
 
-    /// The name in `activation.cuh`.
+    /// The name in `activation.cuh`. A slope is not part of it.
     pub(crate) fn constant(self) -> String {
-        self.name().to_uppercase()
+        match self {
+            Activation::LeakyRelu(slope) if slope.get() == 0.0 => Activation::Relu.constant(),
+            Activation::LeakyRelu(_) => "LEAKY_RELU".into(),
+            _ => self.name().to_uppercase(),
+        }
     }
 
     /// True if the slope jumps somewhere. A sum that is off by a rounding may then be on the other side of a jump.
     pub(crate) fn has_kinks(self) -> bool {
-        self != Activation::Identity && self.bounds().is_some()
+        match self {
+            Activation::LeakyRelu(_) | Activation::Hardswish => true,
+            _ => self != Activation::Identity && self.bounds().is_some(),
+        }
     }
 
-    /// The derivative of the activation at `x` in f64. That of ReLU at 0, and of ReLU6 at 0 and 6, is 0.
+    /// The derivative of the activation at `x` in f64. That of ReLU at 0, and of ReLU6 at 0 and 6, is 0, that of leaky
+    /// ReLU at 0 the slope. That of hardswish is 0 at -3 and 1 at 3. These are PyTorch's.
     pub fn derivative_f64(self, x: f64) -> f64 {
         // Beyond this the derivatives are exactly 0 or 1 in f64, and powers of x could overflow.
         let x = x.clamp(-1e3, 1e3);
@@ -118,6 +144,11 @@ impl Activation {
             Activation::Relu | Activation::Relu6 if x.is_nan() => x,
             Activation::Relu => f64::from(u8::from(x > 0.0)),
             Activation::Relu6 => f64::from(u8::from(x > 0.0 && x < 6.0)),
+            Activation::LeakyRelu(_) if x.is_nan() => x,
+            Activation::LeakyRelu(_) if x > 0.0 => 1.0,
+            Activation::LeakyRelu(slope) => slope.get().into(),
+            Activation::Hardswish if x.abs() >= 3.0 => f64::from(u8::from(x > 0.0)),
+            Activation::Hardswish => x / 3.0 + 0.5,
             Activation::Silu => sigmoid(x) * (1.0 + x * sigmoid(-x)),
             Activation::Gelu(Approximate::None) => {
                 let density = (-0.5 * x * x).exp() * 0.5 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2;
@@ -158,15 +189,8 @@ mod edges;
 mod tests {
     use super::*;
 
-    #[test]
-    fn names_parse_back() {
-        for &a in Activation::ALL {
-            assert_eq!(a.name().parse::<Activation>().unwrap(), a);
-        }
-        assert_eq!("swish".parse::<Activation>().unwrap(), Activation::Silu);
-        assert_eq!("exact".parse::<Approximate>().unwrap(), Approximate::None);
-        assert!("mish".parse::<Activation>().is_err());
-        assert!("erf".parse::<Approximate>().is_err());
+    fn leaky(slope: f32) -> Activation {
+        Activation::LeakyRelu(NegativeSlope::new(slope).unwrap())
     }
 
     #[test]
@@ -191,6 +215,38 @@ mod tests {
                 (1.0, 0.0)
             );
         }
+        for (a, x, want) in [
+            (Activation::Hardswish, f64::INFINITY, f64::INFINITY),
+            (Activation::Hardswish, f64::NEG_INFINITY, -0.0),
+            (Activation::Hardswish, -3.0, -0.0),
+            (Activation::Hardswish, -0.0, -0.0),
+            (Activation::Hardswish, -1.5, -0.375),
+            (Activation::Hardswish, 1.0, 4.0 / 6.0),
+            (Activation::Hardswish, 3.0, 3.0),
+            (leaky(0.25), -8.0, -2.0),
+            (leaky(0.25), 8.0, 8.0),
+            (leaky(0.25), -0.0, -0.0),
+            (leaky(0.25), f64::NEG_INFINITY, f64::NEG_INFINITY),
+            (leaky(-0.5), f64::NEG_INFINITY, f64::INFINITY),
+            (leaky(-0.5), -8.0, 4.0),
+            (leaky(1.5), -8.0, -12.0),
+            (leaky(0.0), f64::NEG_INFINITY, 0.0),
+            (leaky(0.0), -8.0, 0.0),
+            (leaky(0.0), f64::INFINITY, f64::INFINITY),
+        ] {
+            assert_eq!(a.apply_f64(x).to_bits(), want.to_bits(), "{a} of {x}");
+        }
+        for (a, x, want) in [
+            (Activation::Hardswish, -3.0, 0.0),
+            (Activation::Hardswish, 3.0, 1.0),
+            (Activation::Hardswish, f64::NEG_INFINITY, 0.0),
+            (Activation::Hardswish, f64::INFINITY, 1.0),
+            (leaky(0.25), 0.0, 0.25),
+            (leaky(0.25), -0.0, 0.25),
+            (leaky(-0.5), f64::NEG_INFINITY, -0.5),
+        ] {
+            assert_eq!(a.derivative_f64(x), want, "{a} at {x}");
+        }
         for &a in Activation::ALL {
             assert!(a.apply_f64(f64::NAN).is_nan());
             assert_eq!(a.derivative_f64(f64::NAN).is_nan(), a != Activation::Identity);
@@ -200,7 +256,7 @@ mod tests {
     /// Bounds and slopes agree with the formula.
     #[test]
     fn bounds_and_slopes_are_those_of_the_formula() {
-        for &a in Activation::ALL {
+        for a in Activation::ALL.iter().copied().chain([1.5, -0.5, -2.0, 0.0].map(leaky)) {
             for i in -800..=800 {
                 let x = f64::from(i) / 80.0;
                 assert!(a.derivative_f64(x).abs() <= a.steepest_slope(), "{a} at {x}");
@@ -217,7 +273,8 @@ mod tests {
         let text = include_str!("gpu/kernels/activation.cuh");
         let (_, rest) = text.split_once("enum Activation {").unwrap();
         let names: Vec<_> = rest.split_once('}').unwrap().0.split(',').map(str::trim).collect();
-        let all: Vec<_> = Activation::ALL.iter().map(|a| a.constant()).collect();
+        let mut all: Vec<_> = Activation::ALL.iter().map(|a| a.constant()).collect();
+        all.dedup(); // slopes
         assert_eq!(names.len(), all.len());
         for name in all {
             assert!(names.contains(&name.as_str()), "{name}");
@@ -234,7 +291,7 @@ mod tests {
 
     #[test]
     fn derivatives_are_slopes() {
-        for &a in Activation::ALL {
+        for a in Activation::ALL.iter().copied().chain([1.5, -0.5, -2.0, 0.0].map(leaky)) {
             for i in -80..=80 {
                 let x = f64::from(i) / 8.0 + 0.01;
                 let slope = (a.apply_f64(x + 1e-5) - a.apply_f64(x - 1e-5)) / 2e-5;

@@ -159,7 +159,7 @@ static TUNABLE: &[tuning::TunableOperator] = &[
     tuning::TunableOperator::of::<Conv2d>(),
 ];
 
-pub use activation::{Activation, Approximate};
+pub use activation::{Activation, Approximate, NegativeSlope};
 pub use causal_conv1d::{
     CausalConv1d, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration,
     CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dServing,

@@ -68,6 +68,8 @@ pub(crate) fn candle_activation(x: &Tensor, activation: Activation) -> Result<Te
         Activation::Identity => Ok(x.clone()),
         Activation::Relu => x.relu(),
         Activation::Relu6 => x.clamp(0f64, 6f64),
+        Activation::LeakyRelu(slope) => x.relu()? - (x.neg()?.relu()? * f64::from(slope.get()))?,
+        Activation::Hardswish => x.mul(&((x + 3.0)?.clamp(0f64, 6f64)? / 6.0)?),
         Activation::Silu => x.silu(),
         Activation::Gelu(Approximate::None) => x.gelu_erf(),
         Activation::Gelu(Approximate::Tanh) => x.gelu(),

@@ -10,8 +10,8 @@ use windrow_candle::{Accuracy, CausalConv1dOptions, Conv2dParams, TensorExt};
 
 /// Half a unit in the last place of f32.
 const U: f64 = f64::EPSILON * (1u64 << 28) as f64;
-/// The steepest slopes of SiLU and GELU and of their derivatives, rounded up.
-const SLOPE: f64 = 1.13;
+/// The steepest slopes of hardswish, SiLU and GELU and of their derivatives, rounded up.
+const SLOPE: f64 = 1.5;
 const CURVATURE: f64 = 1.0;
 /// The error of an activation: roundings of f32, and the shorter polynomials for f16/bf16.
 const ACTIVATION_ROUNDINGS: f64 = 16.0;
@@ -145,6 +145,16 @@ impl Problem<'_> {
         DEVIATIONS * WINOGRAD_GROWTH * U * roundings * largest.sqrt()
     }
 
+    /// Where the derivative of the activation jumps, by 1 at most.
+    fn kinks(&self) -> &'static [f64] {
+        match self.activation {
+            Activation::Relu | Activation::LeakyRelu(_) => &[0.0],
+            Activation::Relu6 => &[0.0, 6.0],
+            Activation::Hardswish => &[-3.0, 3.0],
+            _ => &[],
+        }
+    }
+
     fn check(&self, random: &mut Random) -> std::result::Result<(), String> {
         let views: Vec<_> = self.operands.iter().map(|(_, o)| o.view(&o.var)).collect();
         let y = (self.ours)(&views).map_err(|e| e.to_string())?;
@@ -177,20 +187,19 @@ impl Problem<'_> {
         };
         let rounding = if self.rounded_before { unit(self.dtype) } else { 0.0 };
         let error = (error + (v.abs().unwrap() * rounding).unwrap()).unwrap();
+        let beside = |kink: &f64| {
+            let distance = (v.as_tensor() - *kink).unwrap().abs().unwrap();
+            distance.le(&error).unwrap().to_dtype(DType::F64).unwrap()
+        };
+        let kinks = self.kinks().iter().map(beside).reduce(|a, b| (a + b).unwrap());
+        let kinks = kinks.unwrap_or(wide_dy.zeros_like().unwrap());
+        let jumps = wide_dy.abs().unwrap().mul(&kinks).unwrap();
         let dv_error = match self.activation {
-            Activation::Identity => wide_dy.zeros_like().unwrap(),
-            Activation::Relu | Activation::Relu6 => {
-                let beside = |kink: f64| {
-                    let distance = (v.as_tensor() - kink).unwrap().abs().unwrap();
-                    distance.le(&error).unwrap().to_dtype(DType::F64).unwrap()
-                };
-                let kinks = (beside(0.0) + beside(6.0)).unwrap();
-                wide_dy.abs().unwrap().mul(&kinks).unwrap()
-            }
+            Activation::Identity | Activation::Relu | Activation::Relu6 => jumps,
             _ => {
                 let slope = ((error * CURVATURE).unwrap() + own * SLOPE).unwrap();
                 let moved = wide_dy.abs().unwrap().mul(&slope).unwrap();
-                (moved + (dv.abs().unwrap() * (2.0 * rounding)).unwrap()).unwrap()
+                (jumps + moved + (dv.abs().unwrap() * (2.0 * rounding)).unwrap()).unwrap()
             }
         };
         let wanted = self.gradients(&exact, &dv);

@@ -30,7 +30,8 @@ pub(crate) struct CausalConv1d {
     /// Bias [d], or [d_out] for a dense convolution
     #[arg(long, value_name = "FILE")]
     bias: Option<PathBuf>,
-    /// Activation of the sums; swish is another name of silu, none of identity
+    /// Activation of the sums; swish is another name of silu, none of identity. leaky_relu takes its slope in
+    /// parentheses: 'leaky_relu(0.2)'
     #[arg(long, value_name = "NAME", default_value = "identity", value_parser = names::activation())]
     activation: Activation,
     /// Number of each token's sequence, i32 [b, l]; a negative number is padding

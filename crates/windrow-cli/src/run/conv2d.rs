@@ -45,7 +45,8 @@ pub(crate) struct Conv2d {
     /// Groups of channels
     #[arg(long, default_value_t = 1)]
     groups: usize,
-    /// Activation of the sums; swish is another name of silu, none of identity
+    /// Activation of the sums; swish is another name of silu, none of identity. leaky_relu takes its slope in
+    /// parentheses: 'leaky_relu(0.2)'
     #[arg(long, value_name = "NAME", default_value = "identity", value_parser = names::activation())]
     activation: Activation,
     /// Accuracy that the algorithm must have [default: fp32]

@@ -50,7 +50,8 @@ pub(crate) struct Conv3d {
     /// What is read before the first frame: zeros (and after the last), causal, or causal_repeat
     #[arg(long, value_name = "NAME", default_value = "zeros", value_parser = str::parse::<TimePadding>)]
     time_padding: TimePadding,
-    /// Activation of the sums; swish is another name of silu, none of identity
+    /// Activation of the sums; swish is another name of silu, none of identity. leaky_relu takes its slope in
+    /// parentheses: 'leaky_relu(0.2)'
     #[arg(long, value_name = "NAME", default_value = "identity", value_parser = names::activation())]
     activation: Activation,
     /// Accuracy that the algorithm must have [default: fp32]

@@ -86,6 +86,28 @@ fn run_conv2d_with_every_option() {
 }
 
 #[test]
+fn run_with_any_slope_of_leaky_relu() {
+    let folder = Folder::new();
+    folder.tensor("x.npy", &[-2.0f32, -1.0, 0.0, 4.0], &[1, 1, 1, 4]);
+    folder.tensor("w.npy", &[1.0f32], &[1, 1, 1, 1]).tensor("t.npy", &[1.0f32], &[1, 1]);
+    folder.tensor("r.npy", &[-2.0f32, -1.0, 0.0, 4.0], &[1, 1, 4]);
+    for (slope, want) in [("(0.25)", [-0.5, -0.25]), ("(-1.5)", [3.0, 1.5]), ("", [-0.02, -0.01])] {
+        let conv2d = "run conv2d --input x.npy --weight w.npy";
+        let causal = "run causal-conv1d --input r.npy --weight t.npy";
+        for run in [conv2d, causal] {
+            let activation = format!("--activation leaky_relu{slope}");
+            folder.succeed(&format!("{run} --output y.npy --verify {activation}"));
+            let y = folder.read("y.npy").to_vec::<f32>().unwrap();
+            assert_eq!(y, [want[0], want[1], 0.0, 4.0], "{slope}");
+        }
+    }
+    let run = "run conv2d --input x.npy --weight w.npy --output z.npy --activation";
+    folder.refuse(&format!("{run} leaky_relu(inf)"), &["`negative_slope` is inf", "finite"]);
+    folder.refuse(&format!("{run} leaky_relu(a)"), &["`activation` is leaky_relu(a)", "hardswish"]);
+    folder.refuse(&format!("{run} leakyrelu"), &["leaky_relu", "hardswish"]);
+}
+
+#[test]
 fn run_causal_conv1d_in_two_halves() {
     let folder = Folder::new();
     let x: Vec<f32> = (0..2 * 3 * 10).map(|i| (i % 7) as f32 - 3.0).collect();

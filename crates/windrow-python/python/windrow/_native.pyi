@@ -62,7 +62,8 @@ def causal_conv1d(
     x: [b, d, l], f32, f16 or bf16, any strides, so also a view of a channels-last array.
     weight: [d, width], or [d_out, d, width] for a dense convolution. bias: [d], or [d_out] if dense.
     Both are f32 or of x's type.
-    activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh".
+    activation: None, "relu", "relu6", "leaky_relu" (with another slope than 0.01: "leaky_relu(0.2)"),
+    "hardswish", "silu", "gelu" or "gelu_tanh".
     A row may hold several sequences. `seq_idx` [b, l] i32 gives each token the number of its sequence
     (a negative number is padding, whose result is zero). Or, with b = 1, `cu_seqlens` [sequences + 1]
     i32 or i64 gives the boundaries.
@@ -199,7 +200,8 @@ def conv2d(
     stride, padding, dilation: a number for both directions, or two numbers (rows, columns).
     residual: an array with the type, shape and strides of the result. It is added before the
     activation.
-    activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
+    activation: None, "relu", "relu6", "leaky_relu" (with another slope than 0.01: "leaky_relu(0.2)"),
+    "hardswish", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
     algorithm: one of `Conv2dPlan.algorithms`; None lets the cost model choose.
     batch_invariant: if true, the bits of an image do not depend on the other images.

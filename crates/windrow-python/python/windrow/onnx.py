@@ -13,7 +13,8 @@ session from `path`.
 Nodes of the domain `ai.windrow` have the inputs, outputs and attributes of ONNX's operators with the same names:
 `Conv` (images and rows), `Gelu` and `CausalConvWithState`, in f32, f16 and bf16. `VarlenCausalConvWithState` is the
 operator of ONNX Runtime's domain `com.microsoft`, which has no kernel for the CPU there. The convolutions have an
-attribute `activation`: "none", "relu", "relu6", "silu", "gelu" or "gelu_tanh".
+attribute `activation`: "none", "relu", "relu6", "leaky_relu", also with another slope as in "leaky_relu(0.2)", "hardswish",
+"silu", "gelu" or "gelu_tanh".
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from windrow import _native
-from windrow._activation_names import NAMES
+from windrow._activation_names import DEFAULT_SLOPE, NAMES, leaky_relu
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -45,8 +46,9 @@ def library() -> str:
 def convert(model: ModelProto, operators: Collection[str] = OPERATORS) -> ModelProto:
     """A copy of the model in which Windrow computes the nodes of these operators.
 
-    A `Conv` is fused with the activation after it: `Relu`, `Gelu`, `Swish`, or `Sigmoid` and `Mul`. A node stays as it
-    is if it has other types than f32, f16 and bf16, if its types cannot be inferred, or if it is a 3-D convolution.
+    A `Conv` is fused with the activation after it: `Relu`, `LeakyRelu`, `HardSwish`, `Gelu`, `Swish`, or `Sigmoid` and
+    `Mul`. A node stays as it is if it has other types than f32, f16 and bf16, if its types cannot be inferred, or if it
+    is a 3-D convolution.
 
     Raises ValueError for an operator that is not one of `OPERATORS`.
     """
@@ -165,6 +167,10 @@ def _activation(graph: GraphProto, value: str) -> tuple[str, list[NodeProto]] | 
     """The activation that is applied to a value, and its nodes in order; None if something else reads the value."""
     readers = _readers(graph, value)
     match [node.op_type for node in readers]:
+        case ["LeakyRelu"]:
+            slope = _attribute(readers[0], "alpha", DEFAULT_SLOPE)
+            leaky = leaky_relu(slope) if isinstance(slope, float) else None
+            return None if leaky is None else (leaky, readers)
         case [operator] if _attribute(readers[0], "alpha", 1.0) == 1.0:
             approximate = _attribute(readers[0], "approximate", b"none")
             for name, names in NAMES.items():

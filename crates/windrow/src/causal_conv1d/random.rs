@@ -8,7 +8,7 @@ use super::{
 };
 use crate::plan::HeldInputs;
 use crate::verification::choices::{Choices, shrink};
-use crate::verification::data::{Held, Numbers, Style, options};
+use crate::verification::data::{Held, Numbers, Style, activation, options};
 use crate::verification::random::{Lane, Trial};
 use crate::{Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, Workspace};
 
@@ -40,7 +40,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dSpec> {
     let weight = if dense { vec![d_out, d, width] } else { vec![d, width] };
     let x = desc(choices, style, dtype, &[b, d, l], true)?;
     let mut spec = CausalConv1dSpec::new(x, desc(choices, style, parameter, &weight, true)?)?
-        .with_activation(choices.of(Activation::ALL));
+        .with_activation(activation(choices));
     if choices.one_in(2) {
         spec.y = desc(choices, style, dtype, &[b, d_out, l], false)?;
     }
@@ -378,8 +378,8 @@ fn update_spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dUp
     let states = desc(choices, style, dtype, &[pool, d, state_len], false)?;
     let parameter = choices.of(&[dtype, DType::F32]);
     let weight = desc(choices, style, parameter, &[d, width], true)?;
-    let mut spec = CausalConv1dUpdateSpec::new(x, states, weight)?
-        .with_activation(choices.of(Activation::ALL));
+    let mut spec =
+        CausalConv1dUpdateSpec::new(x, states, weight)?.with_activation(activation(choices));
     if choices.one_in(2) {
         let parameter = choices.of(&[dtype, DType::F32]);
         spec.bias = Some(desc(choices, style, parameter, &[d], true)?);

@@ -242,9 +242,10 @@ impl Reference {
                     };
                     let dy = dy[(b * p.d_out + channel) * p.l + t];
                     let g = dy * self.activation.derivative_f64(sum);
-                    // The derivative is at most 1.2, and its own slope is at most 1.
-                    // Beyond all numbers it is exact.
-                    let g_scale = dy.abs() * (1.2 + if sum.is_finite() { scale } else { 0.0 });
+                    // Derivatives are at most 1.2, but for the steep ones, and their own slope is at most 1. Beyond
+                    // all numbers they are exact.
+                    let steepest = self.activation.steepest_slope().max(1.2);
+                    let g_scale = dy.abs() * (steepest + if sum.is_finite() { scale } else { 0.0 });
                     out.dbias.add_sum(channel, g, g_scale);
                     self.for_each_tap(channel, |k, c, w| {
                         let source = taps[k].unwrap_or(Source::Zero);

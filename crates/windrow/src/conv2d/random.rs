@@ -11,7 +11,7 @@ use crate::cpu::Isa;
 use crate::tensor::check_unique;
 use crate::verification::Check;
 use crate::verification::choices::{Choices, shrink};
-use crate::verification::data::{Held, Numbers, Style, options, scratch};
+use crate::verification::data::{Held, Numbers, Style, activation, options, scratch};
 use crate::verification::random::Trial;
 use crate::{
     Accuracy, Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef,
@@ -40,7 +40,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<Conv2dSpec> {
     let dtype = choices.of(&DTYPES);
     let pair = |choices: &mut Choices<'_>, most| [0; 2].map(|_| choices.within(0..=most));
     let mut params = Conv2dParams {
-        activation: choices.of(Activation::ALL),
+        activation: activation(choices),
         accuracy: choices.of(&[Accuracy::Fp32, Accuracy::Exact, Accuracy::Tf32, Accuracy::Half]),
         ..Conv2dParams::default()
     };

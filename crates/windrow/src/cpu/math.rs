@@ -24,7 +24,8 @@ pub(crate) fn activate<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F
     }
 }
 
-/// The derivative of the activation at `x`, the argument of [`activate`]. At the kinks of ReLU and ReLU6 it is 0.
+/// The derivative of the activation at `x`, the argument of [`activate`]. At kinks it is that of
+/// [`Activation::derivative_f64`].
 #[inline(always)]
 pub(crate) fn activate_grad<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
     match by_call(s, activation, true, x) {
@@ -56,6 +57,15 @@ fn activated<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
         Activation::Identity => x,
         Activation::Relu => s.max(s.zero(), x),
         Activation::Relu6 => s.min(s.splat(6.0), s.max(s.zero(), x)),
+        Activation::LeakyRelu(slope) if slope.get() == 0.0 => s.max(s.zero(), x),
+        Activation::LeakyRelu(slope) => {
+            s.select(s.lt(x, s.zero()), s.mul(s.splat(slope.get()), x), x)
+        }
+        Activation::Hardswish => {
+            // The sum is exact near -3, so that nothing cancels. The factor of 3 is 1.
+            let factor = s.mul(s.add(x, s.splat(3.0)), s.splat(1.0 / 6.0));
+            s.mul(s.max(s.splat(-3.0), x), s.min(s.splat(1.0), s.max(s.zero(), factor)))
+        }
         Activation::Silu => silu(s, x),
         Activation::Gelu(Approximate::None) => gelu(s, x),
         Activation::Gelu(Approximate::Tanh) => gelu_tanh(s, x),
@@ -74,6 +84,16 @@ fn derivative<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
             let step = s.select(s.lt(x, s.splat(6.0)), s.splat(1.0), s.zero());
             let step = s.select(s.lt(s.zero(), x), step, s.zero());
             s.select(s.is_nan(x), x, step)
+        }
+        Activation::LeakyRelu(slope) => {
+            let step = s.select(s.lt(s.zero(), x), s.splat(1.0), s.splat(slope.get()));
+            s.select(s.is_nan(x), x, step)
+        }
+        Activation::Hardswish => {
+            let slope = s.mul_add(x, s.splat(1.0 / 3.0), s.splat(0.5));
+            let slope = s.select(s.lt(x, s.splat(3.0)), slope, s.splat(1.0));
+            let slope = s.select(s.lt(s.splat(-3.0), x), slope, s.zero());
+            s.select(s.is_nan(x), x, slope)
         }
         Activation::Silu => silu_grad(s, x),
         Activation::Gelu(Approximate::None) => gelu_grad(s, x),
@@ -310,6 +330,7 @@ fn logistic_grad<S: Simd>(s: S, az: S::F32, e: S::F32) -> S::F32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::NegativeSlope;
     use crate::cpu::{Isa, Kernel, dispatch};
 
     struct Map<'a> {
@@ -372,13 +393,37 @@ mod tests {
                         worst = (distance, x, y);
                     }
                     if x == 0.0 || want.abs() < 1e-46 {
-                        let relu = activation.has_kinks() && x != 0.0;
-                        let sign = x.is_sign_negative() && !relu;
+                        let sign = want.is_sign_negative();
                         assert_eq!(y.is_sign_negative(), sign, "{} {x:e}", activation.name());
                     }
                 }
                 println!("{} {}: {worst:?}", isa.name(), activation.name());
                 assert!(worst.0 <= 4.0, "{} {}: {worst:?}", isa.name(), activation.name());
+            }
+        }
+    }
+
+    /// Slopes below 0, above 1 and at the limits of f32; a slope of 0 has the limit 0 at minus infinity.
+    #[test]
+    fn leaky_relu_has_any_slope() {
+        let x = sample(99_991);
+        for isa in Isa::available() {
+            for slope in [0.0, 1.0, 1.5, -0.5, -3.0, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1)]
+            {
+                let activation = Activation::LeakyRelu(NegativeSlope::new(slope).unwrap());
+                let y = dispatch(isa, Map { activation, grad: false, x: &x });
+                let dy = dispatch(isa, Map { activation, grad: true, x: &x });
+                for ((&x, y), dy) in x.iter().zip(y).zip(dy) {
+                    let want = activation.apply_f64(f64::from(x)) as f32;
+                    let name = format!("{} {activation} {x:e}", isa.name());
+                    // One rounding, to which the product in f64 may add another.
+                    assert!(
+                        ulps(y, f64::from(want)) <= 1.0 && y.is_nan() == x.is_nan(),
+                        "{name}: {y:e}"
+                    );
+                    let want = activation.derivative_f64(f64::from(x));
+                    assert!(f64::from(dy) == want || dy.is_nan() && want.is_nan(), "{name}: {dy}");
+                }
             }
         }
     }

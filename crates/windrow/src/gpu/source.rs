@@ -3,8 +3,8 @@
 use super::cache;
 use super::params::{Params, agreement, elements};
 use super::runtime::Feature;
-use crate::DType;
 use crate::dtype::by_type;
+use crate::{Activation, DType};
 use std::any::TypeId;
 use std::hash::{Hash, Hasher};
 
@@ -80,6 +80,17 @@ impl KernelSpec {
     pub(crate) fn define(mut self, name: &'static str, value: impl ToString) -> Self {
         self.defines.push((name, value.to_string()));
         self
+    }
+
+    /// Defines a macro as an activation's name in `activation.cuh`, and the slope that goes with it.
+    pub(crate) fn define_activation(self, name: &'static str, activation: Activation) -> Self {
+        let kernel = self.define(name, activation.constant());
+        match activation {
+            Activation::LeakyRelu(slope) if slope.get() != 0.0 => {
+                kernel.define("NEGATIVE_SLOPE", format!("({:e}f)", slope.get()))
+            }
+            _ => kernel,
+        }
     }
 
     /// Sets the structure of the kernel's parameters to `P`. The source declares it as `Params` and checks it with
@@ -158,4 +169,29 @@ impl KernelSpec {
 /// For types that no kernel takes as elements.
 pub(crate) fn type_name(dtype: DType) -> &'static str {
     by_type!(dtype, F32 => "F32", F16 => "F16", BF16 => "Bf16")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::NegativeSlope;
+
+    /// Only leaky ReLU has a slope, so other kernels are what they were without it.
+    #[test]
+    fn leaky_relu_has_its_slope_as_a_constant() {
+        static SOURCE: Source = header("none.cuh", "");
+        let defines = |activation| {
+            let kernel = KernelSpec::new(&SOURCE, "none").define_activation("ACT", activation);
+            kernel.defines.iter().map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>()
+        };
+        let leaky = |slope| Activation::LeakyRelu(NegativeSlope::new(slope).unwrap());
+        assert_eq!(defines(leaky(0.2)), ["ACT LEAKY_RELU", "NEGATIVE_SLOPE (2e-1f)"]);
+        assert_eq!(defines(leaky(-1.5)), ["ACT LEAKY_RELU", "NEGATIVE_SLOPE (-1.5e0f)"]);
+        assert_eq!(defines(leaky(0.0)), ["ACT RELU"]);
+        for &activation in Activation::ALL {
+            if !matches!(activation, Activation::LeakyRelu(_)) {
+                assert_eq!(defines(activation), [format!("ACT {}", activation.constant())]);
+            }
+        }
+    }
 }

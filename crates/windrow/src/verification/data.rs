@@ -6,8 +6,8 @@ use crate::buffer::guarded::Side;
 use crate::dtype::not_computed;
 use crate::tensor::for_each_offset;
 use crate::{
-    Activation, DType, Device, Element, Layout, Placed, PlanOptions, Result, Tensor, TensorDesc,
-    TensorMut, TensorRef, Tuning, Workspace, bf16, f16,
+    Activation, DType, Device, Element, Layout, NegativeSlope, Placed, PlanOptions, Result, Tensor,
+    TensorDesc, TensorMut, TensorRef, Tuning, Workspace, bf16, f16,
 };
 use std::num::NonZeroUsize;
 
@@ -234,6 +234,17 @@ impl Numbers {
             }
         }
         values
+    }
+}
+
+/// A random activation. Leaky ReLU has one of several slopes.
+pub(crate) fn activation(choices: &mut Choices<'_>) -> Activation {
+    match choices.of(Activation::ALL) {
+        given @ Activation::LeakyRelu(_) => {
+            let slope = NegativeSlope::new(choices.of(&[0.01, 0.2, 0.0, 1.0, 1.5, -0.5]));
+            slope.map_or(given, Activation::LeakyRelu)
+        }
+        given => given,
     }
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from windrow._activation_names import NAMES, SYNONYMS, Names
+from windrow._activation_names import NAMES, SYNONYMS, Names, slope_of
 from windrow.torch._gelu import gelu_of_any
 
 Function = Callable[[Tensor], Tensor]
@@ -42,6 +42,10 @@ def activation_of(name: str | None, in_place: bool = False) -> Function:
     """The function with this name; with `in_place` it may overwrite its argument. Raises ValueError for an unknown
     name."""
     function = ACTIVATIONS.get(name)
-    if function is None:
-        raise ValueError(f"`activation` is {name!r}, expected one of {[*ACTIVATIONS]}")
-    return _IN_PLACE.get(name, function) if in_place else function
+    if function is not None:
+        return _IN_PLACE.get(name, function) if in_place else function
+    slope = slope_of(name) if isinstance(name, str) else None
+    if slope is None:
+        known = [*ACTIVATIONS, "leaky_relu(0.2) or with another slope"]
+        raise ValueError(f"`activation` is {name!r}, expected one of {known}")
+    return partial(F.leaky_relu, negative_slope=slope, inplace=in_place)

@@ -337,7 +337,8 @@ def causal_conv1d_fn(
     cu_seqlens: [sequences + 1] i32 or i64, the boundaries of the sequences in a batch of 1. Give this or seq_idx, not
     both.
     initial_states, final_states_out: [batch or sequences, dim, (width - 1) * dilation].
-    activation: None, "silu", "swish", "gelu", "gelu_tanh", "relu" or "relu6".
+    activation: None, "silu", "swish", "gelu", "gelu_tanh", "relu", "relu6", "hardswish" or "leaky_relu" (with another
+    slope than 0.01: "leaky_relu(0.2)").
     split: one to three numbers of channels whose sum is dim (dim_out). y is then a tuple of tensors, each of which has
     so many of the channels and no gaps: `torch.split(y, split, dim=1)` without a copy behind it.
     norm_head: with `split`, the number of channels of a head. The first two tensors of y are divided by the L2 norm of

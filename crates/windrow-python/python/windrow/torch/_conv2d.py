@@ -205,7 +205,8 @@ def conv2d(
     """`torch.nn.functional.conv2d`, computed by Windrow.
 
     input: [n, c, h, w] or [c, h, w], f32, f16 or bf16, any strides; weight: [k, c / groups, r, s].
-    activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
+    activation: None, "relu", "relu6", "leaky_relu" (with another slope than 0.01: "leaky_relu(0.2)"),
+    "hardswish", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half". None means "fp32", or for f32 on CUDA "tf32" if PyTorch
     allows it for its own convolutions (`torch.backends.cudnn.conv.fp32_precision`, or `cudnn.allow_tf32`).
     algorithm: one of `windrow.Conv2dPlan.algorithms`. None lets the cost model choose. "fastest" measures Windrow's and

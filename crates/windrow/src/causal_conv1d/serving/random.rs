@@ -5,9 +5,9 @@ use super::{CausalConv1dServingPlan, CausalConv1dServingSpec, Sizes, TREE};
 use crate::causal_conv1d::sample::{DTYPES, any_heads, desc, parts};
 use crate::causal_conv1d::{CausalConv1dAlgorithm, CausalConv1dConfiguration};
 use crate::verification::choices::{Choices, shrink};
-use crate::verification::data::{Held, Numbers, Style, options};
+use crate::verification::data::{Held, Numbers, Style, activation, options};
 use crate::verification::random::Trial;
-use crate::{Activation, DType, Device, Result, TensorDesc};
+use crate::{DType, Device, Result, TensorDesc};
 
 /// The largest numbers of products that the oracle sums. The second limit is used rarely.
 const PRODUCTS: [usize; 2] = [20_000, 200_000];
@@ -43,8 +43,8 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dServingSp
     let states = desc(choices, style, dtype, &[pool, d, state_len], false)?;
     let parameter = choices.of(&[dtype, DType::F32]);
     let weight = desc(choices, style, parameter, &[d, width], true)?;
-    let mut spec = CausalConv1dServingSpec::new(x, states, weight)?
-        .with_activation(choices.of(Activation::ALL));
+    let mut spec =
+        CausalConv1dServingSpec::new(x, states, weight)?.with_activation(activation(choices));
     if choices.one_in(2) {
         let parameter = choices.of(&[dtype, DType::F32]);
         spec.bias = Some(desc(choices, style, parameter, &[d], true)?);

@@ -5,9 +5,9 @@ use super::{Conv3dArgs, Conv3dPlan, Conv3dSpec};
 use crate::conv2d::random::is_missing;
 use crate::conv2d::{Conv2dConfiguration, Conv3dParams, FilterCache, TimePadding, Weights};
 use crate::verification::choices::{Choices, shrink};
-use crate::verification::data::{Held, Numbers, Style, options, scratch};
+use crate::verification::data::{Held, Numbers, Style, activation, options, scratch};
 use crate::verification::random::Trial;
-use crate::{Accuracy, Activation, DType, Device, Result, TensorDesc};
+use crate::{Accuracy, DType, Device, Result, TensorDesc};
 
 /// The largest number of products that the oracle sums.
 const PRODUCTS: usize = 60_000;
@@ -16,7 +16,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<Conv3dSpec> {
     let dtype = choices.of(&[DType::F32, DType::F16, DType::BF16]);
     let three = |choices: &mut Choices<'_>, most| [0; 3].map(|_| choices.within(0..=most));
     let mut params = Conv3dParams {
-        activation: choices.of(Activation::ALL),
+        activation: activation(choices),
         accuracy: choices.of(&[Accuracy::Fp32, Accuracy::Exact, Accuracy::Half]),
         ..Conv3dParams::default()
     };

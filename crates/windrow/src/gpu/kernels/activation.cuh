@@ -10,7 +10,12 @@
 #pragma once
 #include "intrinsics.cuh"
 
-enum Activation { IDENTITY, RELU, SILU, GELU, GELU_TANH, RELU6 };
+enum Activation { IDENTITY, RELU, SILU, GELU, GELU_TANH, RELU6, LEAKY_RELU, HARDSWISH };
+
+// The slope of LEAKY_RELU, not 0; kernels with other activations have none.
+#ifndef NEGATIVE_SLOPE
+#define NEGATIVE_SLOPE 1.0f
+#endif
 
 // x / (1 + exp(-x)). Below -87, where the denominator would become infinite, numerator and denominator are
 // multiplied by 2^-32: from -109 on the result is -0 in every type.
@@ -135,6 +140,9 @@ template <bool ACCURATE> __device__ __forceinline__ float gelu(float x) {
 template <int ACTIVATION, bool ACCURATE> __device__ __forceinline__ float activate(float x) {
     if constexpr (ACTIVATION == RELU) return max_nan(x, 0.0f);
     if constexpr (ACTIVATION == RELU6) return min_nan(max_nan(x, 0.0f), 6.0f);
+    if constexpr (ACTIVATION == LEAKY_RELU) return x < 0.0f ? NEGATIVE_SLOPE * x : x;
+    // The sum is exact near -3, so that nothing cancels. The factor of 3 is 1.
+    if constexpr (ACTIVATION == HARDSWISH) return max_nan(x, -3.0f) * fminf(fmaxf((x + 3.0f) * (1.0f / 6), 0.0f), 1.0f);
     if constexpr (ACTIVATION == SILU) return silu(x);
     if constexpr (ACTIVATION == GELU) return gelu<ACCURATE>(x);
     if constexpr (ACTIVATION == GELU_TANH) return gelu_tanh<ACCURATE>(x);
@@ -144,6 +152,11 @@ template <int ACTIVATION, bool ACCURATE> __device__ __forceinline__ float activa
 // The derivative at x. With s the logistic function of z: d/dx x s(z(x)) = s + x s (1 - s) z'(x).
 template <int ACTIVATION> __device__ __forceinline__ float activate_gradient(float x) {
     if constexpr (ACTIVATION == RELU) return x > 0.0f || x != x ? (x != x ? x : 1.0f) : 0.0f;
+    if constexpr (ACTIVATION == LEAKY_RELU) return x != x ? x : x > 0.0f ? 1.0f : NEGATIVE_SLOPE;
+    if constexpr (ACTIVATION == HARDSWISH) {
+        float y = x > -3.0f ? fmaf(x, 1.0f / 3, 0.5f) : 0.0f;
+        return x != x ? x : x >= 3.0f ? 1.0f : y;
+    }
     if constexpr (ACTIVATION == RELU6) return x != x ? x : x > 0.0f && x < 6.0f ? 1.0f : 0.0f;
     if constexpr (ACTIVATION == SILU) {
         // s (1 + x (1 - s)); an absolute error of some units in the last place of 1 is small beside that

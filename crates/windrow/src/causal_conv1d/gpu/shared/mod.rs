@@ -217,7 +217,7 @@ pub(crate) fn define_operands(
     let kernel = kernel
         .define("T", type_name(x.dtype))
         .define("W", type_name(weight.dtype))
-        .define("ACT", activation.constant())
+        .define_activation("ACT", activation)
         // Loops over more taps are not unrolled.
         .define("WIDTH", if width <= 9 { width } else { 0 });
     match bias {

@@ -78,7 +78,7 @@ fn kernel_spec<'a>(
     let kernel = KernelSpec::new(&NORM, format!("causal_conv1d_norm_{}", y.dtype))
         .define("T", type_name(y.dtype))
         .define("W", type_name(y.dtype))
-        .define("ACT", Activation::Identity.constant())
+        .define_activation("ACT", Activation::Identity)
         .define("WIDTH", 0)
         .define("THREADS", THREADS)
         .define("GROUPS", groups)

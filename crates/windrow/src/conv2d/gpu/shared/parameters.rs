@@ -16,8 +16,9 @@ pub(crate) fn kernel(source: &'static Source, name: &str, dtype: DType) -> Kerne
 /// The kernel with its epilogue: `EPILOGUE`, the activation's name in `activation.cuh`, and whether a residual is added
 /// before it.
 pub(crate) fn with_epilogue(kernel: KernelSpec, spec: &Conv2dSpec) -> KernelSpec {
-    let activation = spec.activation.constant();
-    kernel.define("EPILOGUE", activation).define("RESIDUAL", i32::from(spec.residual))
+    kernel
+        .define_activation("EPILOGUE", spec.activation)
+        .define("RESIDUAL", i32::from(spec.residual))
 }
 
 /// Threads of a block where each computes an element.
