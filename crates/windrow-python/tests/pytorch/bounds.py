@@ -12,8 +12,10 @@ from common import ACTIVATIONS
 from problems import U
 from torch import Tensor
 
-# The steepest slope of each, that of SiLU and GELU rounded up, and of their derivatives.
-SLOPE, CURVATURE = 1.13, 1.0
+# The steepest slope of each (that of hardswish), and of their derivatives, rounded up.
+SLOPE, CURVATURE = 1.5, 1.0
+# Where derivatives jump.
+KINKS = {"relu": [0], "relu6": [0, 6], "leaky_relu": [0], "leaky_relu(0.2)": [0], "hardswish": [-3, 3]}
 # An activation's own roundings, and what its shorter polynomials for f16 and bf16 add: docs/gelu.md and
 # docs/causal-conv1d.md.
 ACTIVATION_ROUNDINGS, HALF_POLYNOMIALS = 16, 6.5e-5
@@ -43,12 +45,12 @@ def before_activation(
     slope = derivative(activation, v)
     if activation is None:
         return dy, torch.zeros_like(dy)
+    # Beside a kink either slope is right.
+    jump = sum((v - kink).abs() <= error for kink in KINKS.get(activation, ()))
     if activation in ("relu", "relu6"):
-        # Beside a kink either slope is right.
-        kinks = [0] if activation == "relu" else [0, 6]
-        return dy * slope, dy.abs() * sum((v - kink).abs() <= error for kink in kinks)
+        return dy * slope, dy.abs() * jump
     own = ACTIVATION_ROUNDINGS * U + HALF_POLYNOMIALS * half
-    return dy * slope, dy.abs() * (CURVATURE * error + own * SLOPE)
+    return dy * slope, dy.abs() * (jump + CURVATURE * error + own * SLOPE)
 
 
 def through(

@@ -88,7 +88,19 @@ def test_activations(name, dtype, rest, seen):
     assert seen == [(["batch_norm" if rest == "eager" else seen[0][0][0]], [f"conv2d, {name}"])]
 
 
-MODULES = {"relu": nn.ReLU(True), "relu6": nn.ReLU6(), "silu": nn.SiLU(True), "gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh")}
+MODULES = {
+    "relu": nn.ReLU(True),
+    "relu6": nn.ReLU6(),
+    "silu": nn.SiLU(True),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU("tanh"),
+    "hardswish": nn.Hardswish(True),
+    "leaky_relu": nn.LeakyReLU(),
+    "leaky_relu(0.2)": nn.LeakyReLU(0.2, inplace=True),
+    "leaky_relu(0)": nn.LeakyReLU(0),
+    "leaky_relu(1.5)": nn.LeakyReLU(1.5),
+    "leaky_relu(-0.5)": nn.LeakyReLU(-0.5),
+}
 
 
 @each_graph
@@ -99,10 +111,27 @@ def test_modules(name, rest, seen):
 
 
 @each_graph
-@pytest.mark.parametrize("kind", [nn.Hardswish, nn.LeakyReLU, nn.Sigmoid, lambda: nn.Hardtanh(0, 5), nn.Softplus])
+@pytest.mark.parametrize("kind", [nn.Mish, nn.ELU, nn.Sigmoid, lambda: nn.Hardtanh(0, 5), nn.Softplus])
 def test_other_activations(kind, rest, seen):
     check(normal(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), kind())), rest)
     assert seen[0][1] == ["conv2d"]
+
+
+@each_graph
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_almost_leaky_relu(dtype, rest, seen):
+    """Another side, another limit, another condition, another reader, or the product alone."""
+    others = [
+        lambda m, y: torch.where(y > 0, y * 0.2, y),
+        lambda m, y: torch.where(y > 1, y, y * 0.2),
+        lambda m, y: torch.where(m.term > 0, y, y * 0.2),
+        lambda m, y: F.leaky_relu(y, 0.2) + y.sigmoid(),
+        lambda m, y: y * 0.2,
+    ]
+    for other in others:
+        model = normal(Behind(other)).to(dtype)
+        check(model, rest, IMAGE.to(dtype))
+        assert not any("leaky_relu" in what for what in seen.pop()[1])
 
 
 @each_graph
@@ -381,7 +410,7 @@ def test_memory_of_a_dropped_model(seen):
 
 
 @each_graph
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu6"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu6", "hardswish", "leaky_relu(0.2)"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_layers_of_images(dtype, activation, rest, seen):
     class Block(nn.Module):

@@ -150,11 +150,13 @@ def run_identity(inputs, element):
     }
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu", "swish", "gelu", "gelu_tanh", "identity"])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu(-0.5)", "hardswish", "silu", "swish", "gelu", "gelu_tanh", "identity"])
 def test_activations(activation):
     torch = pytest.importorskip("torch")
     functions = {
         "relu": torch.relu,
+        "leaky_relu(-0.5)": lambda y: torch.nn.functional.leaky_relu(y, -0.5),
+        "hardswish": torch.nn.functional.hardswish,
         "silu": torch.nn.functional.silu,
         "swish": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,
@@ -303,6 +305,12 @@ BEHIND = {
     "gelu": ([("Gelu", ["a"], {})], "gelu"),
     "gelu_tanh": ([("Gelu", ["a"], {"approximate": "tanh"})], "gelu_tanh"),
     "swish": ([("Swish", ["a"], {})], "silu"),
+    "hardswish": ([("HardSwish", ["a"], {})], "hardswish"),
+    "leaky": ([("LeakyRelu", ["a"], {})], "leaky_relu"),
+    "leaky 0.01": ([("LeakyRelu", ["a"], {"alpha": 0.01})], "leaky_relu(0.009999999776482582)"),
+    "leaky 0.25": ([("LeakyRelu", ["a"], {"alpha": 0.25})], "leaky_relu(0.25)"),
+    "leaky 1": ([("LeakyRelu", ["a"], {"alpha": 1.0})], "leaky_relu(1.0)"),
+    "leaky inf": ([("LeakyRelu", ["a"], {"alpha": float("inf")})], None),
     "sigmoid": ([("Sigmoid", ["a"], {}), ("Mul", ["a", "y0"], {})], "silu"),
     "swish of 2": ([("Swish", ["a"], {"alpha": 2.0})], None),
     "sigmoid twice": ([("Sigmoid", ["a"], {}), ("Mul", ["y0", "y0"], {}), ("Add", ["y1", "a"], {})], None),

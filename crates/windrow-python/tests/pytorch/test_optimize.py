@@ -57,7 +57,7 @@ def close(got, model, x, scale=1):
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.SiLU(), nn.GELU("tanh"), nn.Hardswish()])
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.SiLU(), nn.GELU("tanh"), nn.Hardswish(), nn.LeakyReLU(0.2)])
 def test_values(device, dtype, layout, activation, winner):
     model = made(activation, dtype, device).to(memory_format=layout)
     x = leaf(2, 4, 12, 11, dtype=dtype, device=device, grad=False).contiguous(memory_format=layout)

@@ -295,6 +295,12 @@ class Convolution(Remembering):
                 return F.relu(y)
             if self.activation == "relu6":
                 return F.relu6(y)
+            if self.activation == "leaky_relu":
+                return F.leaky_relu(y)
+            if self.activation.startswith("leaky_relu("):
+                return F.leaky_relu(y, float(self.activation[11:-1]))
+            if self.activation == "hardswish":
+                return F.hardswish(y)
             if self.activation == "silu" or self.activation == "swish":
                 return F.silu(y)
             if self.activation == "gelu":

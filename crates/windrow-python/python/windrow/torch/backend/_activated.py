@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from windrow.torch._activations import PYTORCHS
+from windrow._activation_names import leaky_relu
+from windrow.torch._activations import PYTORCHS, activation_of
 from windrow.torch.backend._convolutions import called
 
 _aten = torch.ops.aten
@@ -16,11 +17,21 @@ _COMMUTATIVE = (_aten.add.Tensor, _aten.mul.Tensor)
 
 def activated(node: fx.Node, dtype: torch.dtype, decompositions: Any) -> tuple[str, fx.Node] | None:
     """The name of the activation behind a node, and the node with its result."""
-    for name in PYTORCHS:
+    for name in (*PYTORCHS, *_leaky_relus(node)):
         pattern = pattern_of(name, dtype, decompositions)
         if (last := _last_of(pattern, node)) is not None:
             return name, last
     return None
+
+
+def _leaky_relus(node: fx.Node) -> Iterator[str]:
+    """The names of leaky ReLU with the slopes that operators behind a node have."""
+    for user in _behind(node, 3):
+        is_product = user.target is _aten.mul.Tensor and any(other.target is _aten.where.self for other in user.users)
+        if (is_product or user.target is _aten.leaky_relu.default) and isinstance(user.args[-1], int | float):
+            name = leaky_relu(user.args[-1])
+            if name is not None and name not in PYTORCHS:
+                yield name
 
 
 _patterns: dict[Any, tuple[Any, dict[str, fx.Graph]]] = {}
@@ -32,7 +43,10 @@ def pattern_of(name: str, dtype: torch.dtype, decompositions: Any) -> fx.Graph:
     # The table is kept, so that another one does not get its address.
     if key not in _patterns:
         _patterns[key] = decompositions, _traced(PYTORCHS, dtype, decompositions)
-    return _patterns[key][1][name]
+    graphs = _patterns[key][1]
+    if name not in graphs:
+        graphs |= _traced({name: activation_of(name)}, dtype, decompositions)
+    return graphs[name]
 
 
 def _traced(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from windrow._activation_names import steepest_slope
 from windrow.torch._check_bound import PIECE, beyond, largest_nearby, tier_of
 from windrow.torch._conv2d import CONV2D
 from windrow.torch._fused import CONV2D_FUSED, CONV2D_INTO
@@ -17,7 +18,7 @@ from windrow.torch.choice.problem import channels_last
 _aten = torch.ops.aten
 _FUSED = (CONV2D_FUSED, CONV2D_INTO)
 _OPERATORS = (*_FUSED, CONV2D, _aten.convolution.default)
-# The steepest slope of an activation.
+# The steepest slope of most activations.
 _SLOPE = 1.13
 # Units of the result's type: five roundings of at most two units (of bf16 and f16). Of the sum, the normalisation, the addition
 # and the activation in the graph as it was; and of ours.
@@ -94,6 +95,8 @@ class Compared:
         of_sums = tier.of_sums(self._terms(own), is_folded=was.shape != own.shape or not torch.equal(was, own))
         of = lambda part, some: part[some].view(1, -1, *[1] * (y.dim() - 2))
         products = _of(sums.value, values, constants)
+        activation = self.args[8] if self.target in (*_FUSED, CONV2D) else None
+        steepest = max(_SLOPE, steepest_slope(activation))
         for some, size in self._sizes(x, own, y, wide):
             inner = products[:, some].to(wide).abs()
             if before is not None:
@@ -104,7 +107,7 @@ class Compared:
                 inner += of(bias, some).to(wide).abs()
             if residual is not None:
                 inner += residual[:, some].to(wide).abs()
-            bound = size.mul_(of_sums).add_(inner, alpha=_UNITS * tier.out + 2.0**-20).mul_(_SLOPE)
+            bound = size.mul_(of_sums).add_(inner, alpha=_UNITS * tier.out + 2.0**-20).mul_(steepest)
             why = beyond(y[:, some].to(wide), want[:, some].to(wide), bound)
             if why is not None:
                 return why if bound.shape == y.shape else f"of channels {some.start} to {some.stop - 1} {why}"

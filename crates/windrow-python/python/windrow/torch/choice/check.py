@@ -74,6 +74,8 @@ class Check:
     residual: Tensor | None = None
     # True if a part is a range of frames.
     is_video: bool = False
+    # The steepest slope of the activation behind the sums.
+    steepest: float = 1.0
 
     @torch.no_grad()
     @without_trials()
@@ -113,13 +115,13 @@ class Check:
             return f"has shape {[*got.shape]} where PyTorch's has {[*want.shape]}"
         if got.numel() == 0:
             return None
-        scale = torch.maximum(scale, _usual(scale, is_by_image=not self.is_summed))
+        scale = torch.maximum(scale, _usual(scale, is_by_image=not self.is_summed)) * self.steepest
         root = math.sqrt(self.terms)
         usual, units = scale / root, _UNITS + _UNITS_OF_TERMS * root
         allowed = (scale * (units * 2.0**-24)).add_(usual, alpha=_OPERANDS * self.operand).add_(_TINY * self.terms)
         if self.dtype is not torch.float32:
             values = want.abs().add_(usual)
-            values = values if residual is None else values.add_(residual.abs())
+            values = values if residual is None else values.add_(residual.abs(), alpha=self.steepest)
             allowed.add_(values, alpha=_RESULTS * torch.finfo(self.dtype).eps / 2)
         error = (got.float() - want).abs_()
         right = error <= allowed
@@ -156,8 +158,10 @@ def check_of(
     finish: Callable[[Tensor, Range], Tensor],
     residual: Tensor | None = None,
     is_linear: bool = False,
+    steepest: float = 1.0,
 ) -> Check:
-    """The check of a convolution. `finish` turns sums in f32 into results, for these images or frames."""
+    """The check of a convolution. `finish` turns sums in f32 into results, for these images or frames. `steepest`: the
+    steepest slope of the activation in it."""
 
     def of(part: Range) -> list[tuple[Tensor, Tensor]]:
         given, how = _read(x, weight, options, part[2]) if isinstance(part, tuple) else (x[part], options)
@@ -171,7 +175,7 @@ def check_of(
     shape = output_shape(x, weight, options)
     is_whole = residual is not None and [*residual.shape] != shape
     images = None if is_whole else shape[2] if is_video(x) else shape[0]
-    return Check(images, x.dtype, of, terms, operand, residual=residual, is_video=is_video(x))
+    return Check(images, x.dtype, of, terms, operand, residual=residual, is_video=is_video(x), steepest=steepest)
 
 
 def _read(x: Tensor, weight: Tensor, options: Options, frames: slice) -> tuple[Tensor, Options]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from windrow import _native
+from windrow._activation_names import steepest_slope
 from windrow.torch._activations import activation_of
 from windrow.torch._batch_invariant import is_batch_invariant
 from windrow.torch._calls import goes_into_a_graph, is_captured
@@ -192,7 +193,7 @@ def _question(
         return activation_of(conv.activation)(y if residual is None else y + residual[part])
 
     others = []
-    is_linear, fits = conv.weight.dim() == 2, beside is None or beside.fits
+    is_linear, fits, steepest = conv.weight.dim() == 2, beside is None or beside.fits, steepest_slope(conv.activation)
     if conv.is_fused and x.is_cuda and conv.activation == "relu" and fits and not is_linear:
         others.append(Candidate(CUDNN_FUSED, lambda: CudnnFused(conv, layout)(x, residual)))
     return Question(
@@ -204,7 +205,7 @@ def _question(
         cache=filter_cache(weight, lasts=conv.is_fused),
         image=x.nbytes,
         around=policy.BESIDE_FUSED if conv.is_fused else policy.BESIDE,
-        check=check_of(x, weight, conv.bias, conv.options, conv.accuracy, finish, residual, is_linear),
+        check=check_of(x, weight, conv.bias, conv.options, conv.accuracy, finish, residual, is_linear, steepest),
     )
 
 
