@@ -29,7 +29,7 @@ pub(crate) struct Link<'a> {
 
 /// True if a convolution can be one of those that are computed by bands: it is in channels-last f32 without gaps, and by a
 /// method whose sums for a row do not depend on the other rows.
-fn is_by_rows(link: &Link<'_>) -> bool {
+pub(super) fn is_in_bands(link: &Link<'_>) -> bool {
     use Conv2dAlgorithm::{DirectGrouped, DirectRuns, Im2colGemm};
     let Link { spec, problem, .. } = link;
     let algorithm = link.prepared.configuration().algorithm;
@@ -52,8 +52,8 @@ fn is_dense(desc: &TensorDesc) -> bool {
 /// result would fill so many bytes of cache. With less there is nothing to gain, and bands cost some time.
 pub(crate) fn pays(first: &Link<'_>, second: &Link<'_>, cache: usize) -> bool {
     let bytes = first.spec.y.layout.len() * size_of::<f32>();
-    is_by_rows(first)
-        && is_by_rows(second)
+    is_in_bands(first)
+        && is_in_bands(second)
         && first.spec.y.shape() == second.spec.x.shape()
         && first.isa == second.isa
         && bytes / first.threads.max(second.threads) > cache

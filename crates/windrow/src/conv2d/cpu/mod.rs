@@ -15,6 +15,7 @@ mod planar;
 mod plane;
 mod runs;
 mod shared;
+mod slices;
 mod staged;
 mod transposed;
 pub(crate) mod winograd;
@@ -40,6 +41,7 @@ pub(crate) use self::shared::activation::{apply as activate, follows};
 pub(crate) use self::shared::epilogue::Residual;
 pub(crate) use self::shared::frames::FrameTaps;
 pub(crate) use self::shared::{floats, floats_mut};
+pub(crate) use self::slices::{Slices, slices_pay};
 use self::transposed::Transposed;
 use self::winograd::{FusedMethod, StagedMethod};
 

@@ -1,7 +1,7 @@
 //! Convolutions on the CPU of which each reads the result of the one before it, as one run.
 
 use super::{Conv2dPlan, PackedWeights, Weights};
-use crate::conv2d::cpu::{self, Bands, Link, LinkArgs};
+use crate::conv2d::cpu::{self, Bands, Link, LinkArgs, Slices};
 use crate::cpu::second_level_cache;
 use crate::plan::{Backend, Checks};
 use crate::tensor::check_device;
@@ -9,12 +9,19 @@ use crate::{Device, Error, Result, TensorMut, TensorRef, Verify, Workspace};
 use std::sync::Arc;
 
 /// Convolutions on the CPU of which each reads the result of the one before it, as one run. It computes them by bands of
-/// rows, so that what is between them stays in the second-level cache. The last result has the same bits as that of the
-/// plans one by one.
+/// rows or by slices of channels, so that what is between them stays in the second-level cache. The last result has the
+/// same bits as that of the plans one by one.
 #[derive(Debug)]
 pub struct Conv2dChain {
     plans: Vec<Arc<Conv2dPlan>>,
-    bands: Bands,
+    form: Form,
+}
+
+#[derive(Debug)]
+enum Form {
+    Bands(Bands),
+    /// Of two convolutions.
+    Slices(Box<Slices>),
 }
 
 /// The convolution for the computation by bands; `None` for plans on GPUs and those that verify.
@@ -31,9 +38,10 @@ fn link(plan: &Conv2dPlan) -> Option<Link<'_>> {
     }
 }
 
-/// The bytes of the second-level cache for what is between convolutions. The rest is for images, results and filters.
-fn cache() -> usize {
-    second_level_cache() / 2
+/// The bytes of the second-level cache for what is between convolutions: for all that of bands, and for a slice, beside
+/// the whole image. The rest is for images, results and filters.
+fn cache() -> [usize; 2] {
+    [second_level_cache() / 2, second_level_cache() / 8]
 }
 
 /// The packed form of a filter that is not given in this form.
@@ -64,12 +72,14 @@ impl Conv2dChain {
 
     /// True if the second convolution, of the result of the first one, is faster in a chain with it.
     pub fn pays(first: &Conv2dPlan, second: &Conv2dPlan) -> bool {
-        let links = link(first).zip(link(second));
-        links.is_some_and(|(first, second)| cpu::pays(&first, &second, cache()))
+        let (links, [bands, slices]) = (link(first).zip(link(second)), cache());
+        links.is_some_and(|(first, second)| {
+            cpu::pays(&first, &second, bands) || cpu::slices_pay(&first, &second, slices)
+        })
     }
 
     /// The chain of plans for which [`Conv2dChain::pays`] is true, each with the one before it. `None` if there are too few
-    /// or too many of them, or if not even some rows between them fit into the cache.
+    /// or too many of them, or if not even some rows or channels between them fit into the cache.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -78,21 +88,27 @@ impl Conv2dChain {
     }
 
     /// The same for a cache of so many bytes.
-    fn with_cache(plans: &[Arc<Conv2dPlan>], cache: usize) -> Result<Option<Self>> {
+    fn with_cache(plans: &[Arc<Conv2dPlan>], [bands, slices]: [usize; 2]) -> Result<Option<Self>> {
         let links: Option<Vec<_>> = plans.iter().map(|plan| link(plan)).collect();
         let Some(links) = links.filter(|links| (2..=Self::MOST).contains(&links.len())) else {
             return Ok(None);
         };
-        if !links.windows(2).all(|pair| cpu::pays(&pair[0], &pair[1], cache)) {
-            return Ok(None);
+        let mut form = None;
+        if links.windows(2).all(|pair| cpu::pays(&pair[0], &pair[1], bands)) {
+            form = Bands::new(&links, bands)?.map(Form::Bands);
         }
-        let bands = Bands::new(&links, cache)?;
-        Ok(bands.map(|bands| Conv2dChain { plans: plans.to_vec(), bands }))
+        if let (None, [first, second]) = (&form, &links[..]) {
+            form = Slices::new(first, second, slices)?.map(|slices| Form::Slices(Box::new(slices)));
+        }
+        Ok(form.map(|form| Conv2dChain { plans: plans.to_vec(), form }))
     }
 
     /// Bytes of the workspace of a run.
     pub fn workspace_bytes(&self) -> usize {
-        self.bands.workspace_bytes()
+        match &self.form {
+            Form::Bands(bands) => bands.workspace_bytes(),
+            Form::Slices(slices) => slices.workspace_bytes(),
+        }
     }
 
     /// Computes the last result from the first image. `links` has the filter, bias and residual of each convolution.
@@ -143,7 +159,12 @@ impl Conv2dChain {
         let memory = workspace.take(self.workspace_bytes())?;
         let (from, to) = (x.as_ptr().cast(), y.as_mut_ptr().cast());
         // SAFETY: all tensors were checked, and the plans' filters are packed in the form that they read.
-        unsafe { self.bands.run(&args, from, to, memory) };
+        unsafe {
+            match &self.form {
+                Form::Bands(bands) => bands.run(&args, from, to, memory),
+                Form::Slices(slices) => slices.run([&args[0], &args[1]], from, to, memory),
+            }
+        }
         Ok(())
     }
 }
@@ -240,7 +261,7 @@ mod tests {
         }
 
         fn chain(&self, cache: usize) -> Option<Conv2dChain> {
-            Conv2dChain::with_cache(&self.plans, cache).unwrap()
+            Conv2dChain::with_cache(&self.plans, [cache, 0]).unwrap()
         }
     }
 
@@ -287,6 +308,66 @@ mod tests {
         }
         // Others have so few rows that two threads would compute too many of them twice.
         assert!(by_two >= 8, "{by_two}");
+    }
+
+    #[test]
+    fn bits_of_slices_are_those_of_the_plans() {
+        let one = |k, activation| (k, 1, 1, 1, 1, activation, false);
+        let deep = |k, side, stride| (k, side, stride, 1, k, RELU6, false);
+        let mut found = 0;
+        for (image, layers) in [
+            ([16, 14, 14], [one(64, RELU6), deep(64, 3, 1)]),
+            ([24, 9, 15], [one(80, Activation::Silu), deep(80, 5, 1)]),
+            ([40, 7, 7], [one(960, NONE), deep(960, 3, 1)]),
+            ([200, 28, 3], [one(192, RELU6), deep(192, 3, 2)]),
+            ([7, 1, 1], [one(96, RELU6), (96, 3, 1, 2, 96, Activation::Silu, false)]),
+        ] {
+            let x = numbers(channels_last(&[1, image[0], image[1], image[2]]), 7);
+            for threads in [1, 2, 3] {
+                let made = made(image, &layers, threads);
+                let chain = Conv2dChain::with_cache(&made.plans, [usize::MAX, 1 << 20]).unwrap();
+                let Some(chain) = chain else { continue };
+                assert!(matches!(chain.form, Form::Slices(_)));
+                let want = made.one_by_one(&x);
+                let mut y = numbers(*want.desc(), 9);
+                let bytes = chain.workspace_bytes();
+                let mut workspace = Workspace::new(Device::Cpu, bytes).unwrap();
+                for _ in 0..2 {
+                    chain.run(&x.as_ref(), &made.links(), y.as_mut(), &mut workspace).unwrap();
+                    assert_eq!(y.as_bytes(), want.as_bytes(), "{layers:?}, {threads}");
+                }
+                found += 1;
+            }
+        }
+        assert!(found >= 10, "{found}");
+    }
+
+    /// Slices are for 1x1 filters before depthwise ones, and for threads that all have the same number of them.
+    #[test]
+    fn other_convolutions_have_no_slices() {
+        let chain = |image, layers: &[Layer], threads| {
+            let made = made(image, layers, threads);
+            let chain = Conv2dChain::with_cache(&made.plans, [usize::MAX, 64 << 10]).unwrap();
+            chain.is_some_and(|chain| matches!(chain.form, Form::Slices(_)))
+        };
+        let one = (128, 1, 1, 1, 1, RELU6, false);
+        let deep = (128, 3, 1, 1, 128, RELU6, false);
+        assert!(chain([16, 14, 14], &[one, deep], 2));
+        assert!(!chain([16, 14, 14], &[one, deep], 3));
+        // Not even one slice fits.
+        assert!(!chain([16, 60, 14], &[one, deep], 2));
+        for layers in [
+            [one, one],
+            [deep, deep],
+            [(128, 3, 1, 1, 1, RELU6, false), deep],
+            [(128, 1, 2, 1, 1, RELU6, false), deep],
+            [one, (128, 3, 1, 1, 16, RELU6, false)],
+            [one, (128, 3, 1, 1, 128, RELU6, true)],
+            [(128, 1, 1, 1, 1, RELU6, true), deep],
+        ] {
+            let channels = if layers[0].4 == 128 { 128 } else { 16 };
+            assert!(!chain([channels, 14, 14], &layers, 2), "{layers:?}");
+        }
     }
 
     #[test]
