@@ -1,4 +1,5 @@
-//! What a sequence computes between its convolutions: the mean of an image, its product with a gate, pooling.
+//! What a sequence computes between its convolutions: the mean of an image, its product with a gate, pooling, and the
+//! copy of its image.
 
 use crate::array::{Array, lie_alike};
 use crate::call::run;
@@ -10,7 +11,7 @@ use pyo3::prelude::*;
 use windrow::internal::{self, Gate, ImageOperation, Window};
 use windrow::{Device, Placed, TensorDesc};
 
-/// An operation of images of one size, in f32 and channels-last on the CPU. With other tensors than those that it was
+/// An operation of images of one size, in f32 on the CPU. With other tensors than those that it was
 /// made for, or such that PyTorch's dispatcher has something to do for, a call does nothing and returns None.
 #[pyclass(module = "windrow._native", frozen)]
 pub(crate) struct ImageStep {
@@ -38,6 +39,7 @@ impl ImageStep {
             "hardsigmoid" => ImageOperation::Gate(Gate::HardSigmoid),
             "max_pool2d" => ImageOperation::MaxPool(window),
             "avg_pool2d" => ImageOperation::AveragePool(window),
+            "channels_last" => ImageOperation::ChannelsLast,
             other => {
                 let message = format!("there is no operation {other:?} of images");
                 return Err(PyValueError::new_err(message));

@@ -1,8 +1,12 @@
-//! What stands between convolutions of a network: the mean of an image, its product with a gate, pooling. They are no
-//! operators: the Python package computes them in one call with the convolutions around them.
+//! What stands between convolutions of a network: the mean of an image, its product with a gate, pooling, and before the
+//! first one a copy. They are no operators: the Python package computes them in one call with the convolutions around
+//! them.
 //!
 //! Images are f32 in channels-last without gaps: the channels of a pixel follow each other, and so do pixels.
 
+mod channels_last;
+
+use self::channels_last::{Interleave, MOST_CHANNELS};
 use super::math::sigmoid;
 use super::{Isa, Kernel, SendPtr, Simd, dispatch, num_threads, parallel_for};
 use crate::{DType, Layout, TensorDesc};
@@ -18,6 +22,8 @@ pub enum ImageOperation {
     MaxPool(Window),
     /// The mean of each window, without padding.
     AveragePool(Window),
+    /// The copy of a row-major image of few channels: the columns of a channel follow each other, and so do rows.
+    ChannelsLast,
 }
 
 /// The activation of a gate.
@@ -86,7 +92,7 @@ impl ImageStep {
         let &[n, c, h, w] = x.shape() else { return None };
         let result = match operation {
             ImageOperation::Mean => [1, 1],
-            ImageOperation::Gate(_) => [h, w],
+            ImageOperation::Gate(_) | ImageOperation::ChannelsLast => [h, w],
             ImageOperation::MaxPool(window) => window.counts([h, w])?,
             ImageOperation::AveragePool(window) => {
                 if window.padding != [0, 0] {
@@ -96,7 +102,9 @@ impl ImageStep {
             }
         };
         let fits = match (operation, second) {
-            (ImageOperation::Gate(_), Some(gate)) => gate.shape() == [n, c, 1, 1] && is_dense(gate),
+            (ImageOperation::Gate(_), Some(gate)) => {
+                gate.shape() == [n, c, 1, 1] && lies_in(gate, [c, 1, c, c])
+            }
             (ImageOperation::Gate(_), None) | (_, Some(_)) => false,
             (_, None) => true,
         };
@@ -107,7 +115,13 @@ impl ImageStep {
             _ => Layout::with_order(&shape, &[0, 2, 3, 1]),
         };
         let y = TensorDesc::new(DType::F32, layout.ok()?);
-        (fits && is_dense(x)).then_some(ImageStep { operation, n, c, image: [h, w], result, y })
+        let lies = match operation {
+            ImageOperation::ChannelsLast => {
+                c <= MOST_CHANNELS && lies_in(x, [c * h * w, h * w, w, 1])
+            }
+            _ => lies_in(x, [c * h * w, 1, w * c, c]),
+        };
+        (fits && lies).then_some(ImageStep { operation, n, c, image: [h, w], result, y })
     }
 
     /// The result.
@@ -156,6 +170,7 @@ impl ImageStep {
                 ImageOperation::AveragePool(window) => {
                     self.pool::<false>(isa, threads, window, x, y)
                 }
+                ImageOperation::ChannelsLast => self.channels_last(isa, threads, x, y),
             }
         }
     }
@@ -219,6 +234,23 @@ impl ImageStep {
 
     /// # Safety
     /// As for [`ImageStep::run`].
+    unsafe fn channels_last(&self, isa: Isa, threads: usize, x: *const f32, y: *mut f32) {
+        let (c, pixels) = (self.c, self.image[0] * self.image[1]);
+        let part = self.pixels();
+        let parts = pixels.div_ceil(part);
+        let (x, y) = (SendPtr(x.cast_mut()), SendPtr(y));
+        parallel_for(threads, self.n * parts, |task| {
+            let (image, first) = (task / parts, task % parts * part);
+            let at = image * pixels * c;
+            // SAFETY: a part of both images.
+            let (x, y) = unsafe { (x.get().add(at + first), y.get().add(at + first * c)) };
+            let len = part.min(pixels - first);
+            dispatch(isa, Interleave { x, plane: pixels, y, pixels: len, c });
+        });
+    }
+
+    /// # Safety
+    /// As for [`ImageStep::run`].
     unsafe fn pool<const MAX: bool>(
         &self,
         isa: Isa,
@@ -239,10 +271,9 @@ impl ImageStep {
     }
 }
 
-fn is_dense(desc: &TensorDesc) -> bool {
-    let &[_, c, h, w] = desc.shape() else { return false };
-    let dense = [h * w * c, 1, w * c, c];
-    let lies = |d: usize| desc.shape()[d] < 2 || desc.strides()[d] == dense[d] as isize;
+/// True for an image in f32 with these strides. Those of dimensions of one element do not matter.
+fn lies_in(desc: &TensorDesc, strides: [usize; 4]) -> bool {
+    let lies = |d: usize| desc.shape()[d] < 2 || desc.strides()[d] == strides[d] as isize;
     desc.dtype == DType::F32 && (desc.layout.is_empty() || (0..4).all(lies))
 }
 

@@ -1,4 +1,5 @@
-"""What stands between convolutions: the mean of an image, its product with a gate, and pooling."""
+"""What stands between convolutions: the mean of an image, its product with a gate, and pooling; and the copy of an image
+to channels-last before the first one."""
 
 from collections.abc import Sequence
 
@@ -14,8 +15,9 @@ from windrow.torch._fused import Way
 class ImageStep(nn.Module):
     """One operation, computed by Windrow for plain f32 images in channels-last on the CPU, otherwise by PyTorch.
 
-    operation: "mean" of the image, the product with "sigmoid" or "hardsigmoid" of a second value, "max_pool2d" or
-    "avg_pool2d". window: height, width, strides and padding of a pooling.
+    operation: "mean" of the image, the product with "sigmoid" or "hardsigmoid" of a second value, "max_pool2d",
+    "avg_pool2d", or "channels_last", the copy of a row-major image. window: height, width, strides and padding of a
+    pooling.
     """
 
     def __init__(self, operation: str, window: Sequence[int] = (1, 1, 1, 1, 0, 0)) -> None:
@@ -43,6 +45,8 @@ class ImageStep(nn.Module):
             return x * (second.sigmoid() if self.operation == "sigmoid" else F.hardsigmoid(second))
         if self.operation == "mean":
             return x.mean((2, 3), keepdim=True)
+        if self.operation == "channels_last":
+            return x.clone(memory_format=torch.channels_last)
         pool = F.max_pool2d if self.operation == "max_pool2d" else F.avg_pool2d
         return pool(x, (h, w), strides, padding)
 

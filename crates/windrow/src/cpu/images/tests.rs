@@ -72,6 +72,7 @@ fn oracle(step: &ImageStep, x: &Image, second: Option<&Image>) -> Vec<(f64, f64)
                             let y = x.at([n, oh, ow, c]) * g;
                             (y, y.abs())
                         }
+                        ImageOperation::ChannelsLast => (x.at([n, oh, ow, c]), 0.0),
                     });
                 }
             }
@@ -200,6 +201,37 @@ fn nan_and_infinities_stay() {
 }
 
 #[test]
+fn row_major_images_are_copied() {
+    for (i, [n, h, w, c]) in [
+        [1, 224, 224, 3],
+        [2, 7, 5, 3],
+        [3, 1, 1, 4],
+        [2, 90, 91, 2],
+        [1, 200, 100, 1],
+        [0, 4, 4, 3],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let x = Image::new([n, h, w, c], random(i as u64));
+        let mut given = x.numbers.clone();
+        for (at, number) in x.numbers.iter().enumerate() {
+            let (pixel, channel) = (at / c, at % c);
+            given[(pixel / (h * w) * c + channel) * h * w + pixel % (h * w)] = *number;
+        }
+        let desc = TensorDesc::contiguous(DType::F32, &[n, c, h, w]).unwrap();
+        let step = ImageStep::new(ImageOperation::ChannelsLast, &desc, None).unwrap();
+        assert_eq!(step.y(), &x.desc());
+        let given = Image { sizes: x.sizes, numbers: given };
+        for isa in Isa::available() {
+            for threads in [1, 3] {
+                assert_eq!(computed(&step, isa, threads, (&given, None), false), x.numbers);
+            }
+        }
+    }
+}
+
+#[test]
 fn other_tensors_are_refused() {
     let of = |shape: &[usize]| *Tensor::zeros(DType::F32, shape).unwrap().desc();
     let last = Image::new([2, 4, 4, 8], || 0.0).desc();
@@ -211,6 +243,9 @@ fn other_tensors_are_refused() {
         (ImageOperation::Mean, last, Some(gate)),
         (ImageOperation::Mean, of(&[8, 4, 4]), None),
         (ImageOperation::Mean, *Tensor::zeros(DType::F16, &[1, 1, 1, 1]).unwrap().desc(), None),
+        (ImageOperation::ChannelsLast, last, None),
+        (ImageOperation::ChannelsLast, of(&[2, 5, 4, 4]), None),
+        (ImageOperation::ChannelsLast, of(&[2, 3, 4, 4]), Some(gate)),
         (sigmoid, last, None),
         (sigmoid, last, Some(of(&[1, 8, 1, 1]))),
         (sigmoid, last, Some(last)),

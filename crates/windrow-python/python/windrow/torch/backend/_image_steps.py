@@ -32,8 +32,8 @@ def image_steps_to_modules(module: fx.GraphModule, report: Report | None) -> Non
     fused = {node for node in graph.nodes if node.target is OPERATORS.conv2d_fused.default}
     named, done = {name_of(node) for node in fused}, dict[str, list[str]]()
     for node in [*graph.nodes]:
-        step = _step(node)
-        if step is None or step.x not in fused | made:
+        step = _copy(node, fused) or _step(node)
+        if step is None or (step.x not in fused | made and step.module.operation != "channels_last"):
             continue
         target = f"step_{len(made)}"
         module.add_module(target, step.module)
@@ -52,6 +52,8 @@ def image_steps_to_modules(module: fx.GraphModule, report: Report | None) -> Non
             if gone is not None:
                 graph.erase_node(gone)
         operation = step.module.operation
+        if operation == "channels_last":
+            continue
         done.setdefault(name_of(node), []).append(operation if step.second is None else f"product with {operation}")
     for name, what in done.items():
         if report is not None and name and name not in named:
@@ -74,6 +76,27 @@ def _step(node: fx.Node) -> _Step | None:
         step = _largest(*args[0].args) if len(args[0].users) == 1 else None
         return None if step is None else replace(step, inner=args[0])
     return None
+
+
+# The library has loops for images of at most so many channels.
+_MOST_COPIED = 4
+
+
+def _copy(node: fx.Node, fused: set[fx.Node]) -> _Step | None:
+    """The step that copies the image of convolutions to channels-last."""
+    if node.target is not _aten.clone.default or not node.users or not fused.issuperset(node.users):
+        return None
+    x = value(node.args[0])
+    is_ours = (
+        node.kwargs.get("memory_format") is torch.channels_last
+        and x.dim() == 4
+        and x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.is_contiguous()
+        and isinstance(x.shape[1], int)
+        and x.shape[1] <= _MOST_COPIED
+    )
+    return _Step(ImageStep("channels_last"), node.args[0]) if is_ours else None  # type: ignore[arg-type]
 
 
 def _gated(gate: Any, x: Any) -> _Step | None:
