@@ -19,6 +19,8 @@ use windrow::{
 static PLANS: PlanCache<CausalConv1dServingSpec, CausalConv1dServingPlan> = PlanCache::new();
 static CALLS: PlanCache<Call, CausalConv1dServingPlan> = PlanCache::new();
 
+/// The most dimensions of an array.
+const RANK: usize = 3;
 /// The arrays of a call, in the order of its arguments.
 const ARRAYS: usize = 20;
 
@@ -33,7 +35,7 @@ struct Call {
     null_index: Option<i64>,
     block_size: usize,
     norm: Option<HeadNorm>,
-    forms: [Option<Form>; ARRAYS],
+    forms: [Option<Form<RANK>>; ARRAYS],
 }
 
 /// The next tokens of many sequences, whose states `conv_states` are walked on in place; see
@@ -203,7 +205,7 @@ pub(crate) fn causal_conv1d_serving<'py>(
 /// Form and address of each array that is given; false if one of them has to be looked at closely.
 fn look(
     given: &[Option<&Bound<'_, PyAny>>; ARRAYS],
-    forms: &mut [Option<Form>; ARRAYS],
+    forms: &mut [Option<Form<RANK>>; ARRAYS],
     addresses: &mut Addresses,
 ) -> PyResult<bool> {
     for ((array, form), address) in given.iter().zip(forms).zip(addresses) {

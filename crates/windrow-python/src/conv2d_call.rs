@@ -10,7 +10,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use std::sync::Arc;
-use windrow::{Conv2dArgs, Device, Weights};
+use windrow::{Conv2dArgs, Device, TensorRef, Weights};
 
 /// `conv2d` of PyTorch's tensors, for images, filters, biases and residuals of the types, shapes and strides of those it
 /// was made from. With other tensors, or such that PyTorch's dispatcher has something to do for, a call does nothing and
@@ -113,7 +113,7 @@ impl Conv2dCall {
         {
             return Ok(None);
         }
-        let Some(w) = self.weights(py, &weight) else { return Ok(None) };
+        let Some(w) = self.weights(py, weight.view()) else { return Ok(None) };
         if self.memory.is_some() && self.plan.workspace_bytes_for(&x.view(), &w) > self.bytes {
             return Ok(None);
         }
@@ -162,12 +162,12 @@ impl Conv2dCall {
     pub(crate) fn weights<'a>(
         &'a self,
         py: Python<'_>,
-        filter: &'a Array<'_>,
+        filter: TensorRef<'a>,
     ) -> Option<Weights<'a>> {
         match &self.kept {
-            None => Some(Weights::Raw(filter.view())),
-            Some(kept) if kept.is_of(py, filter) => {
-                Some(Weights::Cached(filter.view(), kept.cache.get().frozen(kept.frozen)))
+            None => Some(Weights::Raw(filter)),
+            Some(kept) if kept.is_of(py, &filter) => {
+                Some(Weights::Cached(filter, kept.cache.get().frozen(kept.frozen)))
             }
             Some(_) => None,
         }
@@ -175,7 +175,7 @@ impl Conv2dCall {
 }
 
 impl Kept {
-    fn is_of(&self, py: Python<'_>, weight: &Array<'_>) -> bool {
-        self.address == weight.address().addr() && self.storage.bind(py).upgrade().is_some()
+    fn is_of(&self, py: Python<'_>, weight: &TensorRef<'_>) -> bool {
+        self.address == weight.as_ptr().addr() && self.storage.bind(py).upgrade().is_some()
     }
 }

@@ -1,32 +1,37 @@
 //! Convolutions that follow each other, and what stands between them, in one call.
 
-use crate::array::{Array, desc, lie_alike, view};
+use crate::array::{Array, lie_alike};
 use crate::call::run;
 use crate::conv2d_call::Conv2dCall;
 use crate::error::{IntoPy, NotInPlace};
 use crate::image_step::ImageStep;
 use crate::output::Output;
+use crate::seen::Seen;
 use crate::torch::nothing_to_dispatch;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use std::sync::Arc;
 use windrow::cpu::with_team;
-use windrow::internal::{Conv2dChain, Conv2dLink};
+use windrow::internal::{Conv2dChain, Conv2dLink, prefetch};
 use windrow::{Conv2dArgs, Device, Placed, TensorDesc, TensorRef, Weights, Workspace};
 
 /// The number of elements of the largest step from which the threads are started for the whole call. Of smaller images
 /// most convolutions run on the caller's thread alone.
 const TEAM_FROM: usize = 64 << 10;
 
-/// Calls on the CPU of which each reads images, or results of calls before it. With other tensors than those that the
-/// calls were made for, or such that PyTorch's dispatcher has something to do for, nothing is done and None returned.
+/// Calls on the CPU of which each reads images, or results of calls before it. With other images than those that the calls
+/// were made for, after filters have got other memory, or if PyTorch's dispatcher has something to do for these tensors,
+/// nothing is done and None returned.
 ///
 /// Images and results are values, numbered in this order.
 #[pyclass(module = "windrow._native", frozen)]
 pub(crate) struct Conv2dSequence {
     images: usize,
     steps: Vec<Step>,
-    convolutions: usize,
+    /// Those of the convolutions.
+    filters: Vec<(Seen, Option<Seen>)>,
+    /// Cache lines that comparisons of the filters read.
+    lines: Vec<usize>,
     results: Vec<usize>,
     bytes: usize,
     elements: usize,
@@ -96,12 +101,15 @@ type Filter<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
 #[pymethods]
 impl Conv2dSequence {
-    /// Steps are calls, with the values that each reads: the image, and what a convolution adds or a gate.
+    /// Steps are calls, with the values that each reads: the image, and what a convolution adds or a gate. `filters` are
+    /// those of the convolutions.
     #[new]
     fn new(
+        py: Python<'_>,
         images: usize,
         steps: Vec<(Call, usize, Option<usize>)>,
         results: Vec<usize>,
+        filters: Vec<Filter<'_>>,
     ) -> PyResult<Self> {
         let values = images + steps.len();
         let mut last = vec![None; values];
@@ -132,7 +140,22 @@ impl Conv2dSequence {
         results.iter().for_each(|&value| last[value] = None);
         let convolutions = || steps.iter().filter_map(|(call, ..)| call.convolution());
         let bytes = convolutions().map(Conv2dCall::bytes).max().unwrap_or(0);
-        let convolutions = convolutions().count();
+        let filters = filters.iter().map(|(weight, bias)| {
+            let bias = bias.as_ref().map(|bias| Seen::of("bias", bias)).transpose()?;
+            PyResult::Ok((Seen::of("weight", weight)?, bias))
+        });
+        let filters = filters.collect::<PyResult<Vec<_>>>()?;
+        let fit = convolutions().zip(&filters).all(|(call, (weight, bias))| {
+            let (spec, bias) = (call.plan().spec(), bias.as_ref().map(Seen::on_cpu));
+            weight.on_cpu() == Some(&spec.w) && bias == spec.bias.as_ref().map(Some)
+        });
+        if convolutions().count() != filters.len() || !fit {
+            return Err(PyValueError::new_err("filters do not fit the convolutions"));
+        }
+        let mut lines = Vec::new();
+        for (weight, bias) in &filters {
+            bias.iter().chain([weight]).try_for_each(|tensor| tensor.add_lines(py, &mut lines))?;
+        }
         let elements = steps.iter().map(|(call, ..)| call.elements()).max().unwrap_or(0);
         let may_be_in_place: Vec<_> = steps
             .iter()
@@ -151,38 +174,34 @@ impl Conv2dSequence {
         });
         let mut steps: Vec<Step> = steps.collect();
         let bytes = bytes.max(chain(images, &mut steps)?);
-        Ok(Conv2dSequence { images, steps, convolutions, results, bytes, elements })
+        Ok(Conv2dSequence { images, steps, filters, lines, results, bytes, elements })
     }
 
-    /// `filters` are those of the convolutions.
     fn __call__<'py>(
         &self,
         py: Python<'py>,
         images: Vec<Bound<'py, PyAny>>,
-        filters: Vec<Filter<'py>>,
     ) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
-        let of_filters = filters.iter().flat_map(|(weight, bias)| bias.iter().chain([weight]));
-        if images.len() != self.images
-            || filters.len() != self.convolutions
-            || !nothing_to_dispatch(py, true, images.iter().chain(of_filters))?
-        {
+        prefetch(&self.lines);
+        let filters = self.filters.iter().flat_map(|(weight, bias)| bias.iter().chain([weight]));
+        let tensors = images.iter().chain(filters.clone().map(|tensor| tensor.bind(py)));
+        if images.len() != self.images || !nothing_to_dispatch(py, true, tensors)? {
             return Ok(None);
         }
         let imported = || {
+            for tensor in filters {
+                if !tensor.is_same(py)? {
+                    return Ok(None);
+                }
+            }
             let images = images.iter().map(|image| Array::import("x", image));
-            let filters = filters.iter().map(|(weight, bias)| {
-                let weight = Array::import("weight", weight)?;
-                PyResult::Ok((weight, Array::import_option("bias", bias.as_ref(), None)?))
-            });
-            PyResult::Ok((
-                images.collect::<PyResult<Vec<_>>>()?,
-                filters.collect::<PyResult<Vec<_>>>()?,
-            ))
+            images.collect::<PyResult<Vec<_>>>().map(Some)
         };
-        let (images, filters) = match imported() {
+        let images = match imported() {
             Err(e) if e.is_instance_of::<NotInPlace>(py) => return Ok(None),
             arrays => arrays?,
         };
+        let Some(images) = images else { return Ok(None) };
         let is_image = |value: usize, planned: &TensorDesc| match images.get(value) {
             None => true,
             Some(image) => image.device == Device::Cpu && image.lies_as(planned),
@@ -194,16 +213,12 @@ impl Conv2dSequence {
         if !self.steps.iter().all(reads) {
             return Ok(None);
         }
-        let mut given_filters = Vec::with_capacity(filters.len());
+        let mut given_filters = Vec::with_capacity(self.filters.len());
         let convolutions = self.steps.iter().filter_map(|step| step.call.convolution());
-        for (call, (weight, bias)) in convolutions.zip(&filters) {
-            let spec = call.plan().spec();
-            if weight.device != Device::Cpu || (&weight.desc, &desc(bias)) != (&spec.w, &spec.bias)
-            {
-                return Ok(None);
-            }
-            let Some(weights) = call.weights(py, weight) else { return Ok(None) };
-            given_filters.push((weights, view(bias)));
+        for (call, (weight, bias)) in convolutions.zip(&self.filters) {
+            let weights = weight.view().and_then(|weight| call.weights(py, weight));
+            let Some(weights) = weights else { return Ok(None) };
+            given_filters.push((weights, bias.as_ref().and_then(Seen::view)));
         }
         let given: Vec<_> = images.iter().map(Array::view).collect();
         let computed = run(py, &images[0], self.bytes, self.elements, |workspace| {

@@ -8,11 +8,9 @@ use pyo3::prelude::*;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 
-const RANK: usize = 3;
-
-/// The description of a tensor, without its address.
+/// The description of a tensor of at most RANK dimensions, without its address.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) struct Form {
+pub(crate) struct Form<const RANK: usize> {
     device: DLDevice,
     dtype: DLDataType,
     rank: usize,
@@ -21,7 +19,9 @@ pub(crate) struct Form {
 }
 
 /// Form and address of a tensor. None where more has to be looked at than that: [`Array`](crate::array::Array) does.
-pub(crate) fn glance(object: &Bound<'_, PyAny>) -> PyResult<Option<(Form, *mut c_void)>> {
+pub(crate) fn glance<const RANK: usize>(
+    object: &Bound<'_, PyAny>,
+) -> PyResult<Option<(Form<RANK>, *mut c_void)>> {
     const FLOATING_POINT: u8 = 2;
     let Access::Exchange(exchange) = access(object)? else { return Ok(None) };
     let Some(borrow) = exchange.api.borrow else { return Ok(None) };

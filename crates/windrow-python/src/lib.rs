@@ -19,7 +19,9 @@ mod glance;
 mod image_step;
 mod openmp;
 mod output;
+mod seen;
 mod torch;
+mod unchanged;
 mod verify;
 
 use pyo3::prelude::*;
@@ -65,6 +67,8 @@ mod _native {
     use super::output::Tensor;
     #[pymodule_export]
     use super::torch::{is_only_recorded, is_plain};
+    #[pymodule_export]
+    use super::unchanged::{Unchanged, Words};
     #[pymodule_export]
     use super::verify::{Case, devices, verification_cases};
 

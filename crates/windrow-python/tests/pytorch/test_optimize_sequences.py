@@ -219,6 +219,7 @@ def test_steps_that_do_not_fit_are_an_error(made):
         up = single(fast, 0)
         up(image)
         call = up.known(image, None).call
+    filters = [(up.weight, up.bias)]
     for steps, results in [
         ([(call, 0, None), (call, 1, None)], [2]),
         ([(call, 1, None)], [1]),
@@ -228,10 +229,34 @@ def test_steps_that_do_not_fit_are_an_error(made):
         ([], []),
     ]:
         with pytest.raises(ValueError, match="step"):
-            _native.Conv2dSequence(1, steps, results)
-    one = _native.Conv2dSequence(1, [(call, 0, None)], [1])
-    filters = [(up.weight, up.bias)]
+            _native.Conv2dSequence(1, steps, results, filters * len(steps))
+    for wrong in ([], filters * 2, [(up.weight, None)], [(up.bias, up.weight)], [(up.weight[:, :4], up.bias)]):
+        with pytest.raises(ValueError, match="filters"):
+            _native.Conv2dSequence(1, [(call, 0, None)], [1], wrong)
+    one = _native.Conv2dSequence(1, [(call, 0, None)], [1], filters)
     with torch.no_grad():
-        assert torch.equal(one([image], filters)[0], up(image))
-        assert one([image[:1]], filters) is None and one([], filters) is None and one([image], []) is None
-        assert one([image], [(up.weight.clone(), up.bias)]) is None
+        assert torch.equal(one([image])[0], up(image))
+        assert one([image[:1]]) is None and one([]) is None and one([image, image]) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w, b: setattr(w, "data", w.data.clone()),
+        lambda w, b: setattr(b, "data", b.data.clone()),
+        lambda w, b: setattr(w, "data", w.data[:, :4]),
+        lambda w, b: setattr(w, "data", w.data.double()),
+        lambda w, b: setattr(w, "__class__", type("Other", (torch.Tensor,), {})),
+    ],
+)
+def test_filters_that_lie_elsewhere_are_not_read(change, made):
+    fast = made()
+    with torch.no_grad():
+        image = leaf(*X, grad=False).contiguous(memory_format=torch.channels_last)
+        up = single(fast, 0)
+        up(image)
+        call, weight, bias = up.known(image, None).call, up.weight, up.bias
+        one = _native.Conv2dSequence(1, [(call, 0, None)], [1], [(weight, bias)])
+        assert one([image]) is not None
+        change(weight, bias)
+        assert one([image]) is None

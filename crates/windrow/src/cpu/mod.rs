@@ -21,6 +21,7 @@ mod name;
 mod peak;
 #[cfg_attr(not(feature = "threads"), path = "no_pool.rs")]
 mod pool;
+pub(crate) mod prefetch;
 mod simd;
 mod threads;
 mod tiles;

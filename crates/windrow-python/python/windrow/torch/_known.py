@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 
+from windrow import _native
 from windrow.torch._calls import MISSING
 from windrow.torch._derived import parts_of
 from windrow.torch._unseen import flat
@@ -84,11 +85,8 @@ class _Known:
 
     state: _guards.GlobalStateGuard
     tensors: _guards.TensorGuards
-    modules: list[nn.Module]
-    types: list[type]
-    dicts: list[dict[str, Any]]
-    versions: list[int]
-    empty: list[dict[Any, Any]]
+    # The modules' types and dictionaries, and the tensors that the graph's constants depend on.
+    unchanged: _native.Unchanged
     # Classes, names of their attributes, and these.
     classes: list[type]
     names: list[str]
@@ -97,9 +95,9 @@ class _Known:
     globals: Callable[[], Iterable[Any]]
     objects: Sequence[Any]
     containers: list[tuple[Any, list[Any]]]
-    # The graph's inputs, which of them are tensors, and where arguments of the call stand among them.
+    # The graph's inputs, which of them `tensors` guards, and where arguments of the call stand among them.
     given: list[Any]
-    tensor_inputs: list[int] | None
+    guarded: list[int]
     places: list[tuple[int, int]]
     found: Any
     pick: Callable[[Sequence[Any]], Any]
@@ -110,18 +108,15 @@ class _Known:
         given = [*self.given]
         for i, arg in self.places:
             given[i] = args[arg]
-        tensors = given if self.tensor_inputs is None else [given[i] for i in self.tensor_inputs]
         try:
             is_same = (
                 self.state.check()
-                and [*map(_dict_version, self.dicts)] == self.versions
-                and not any(self.empty)
-                and [*map(type, self.modules)] == self.types
+                and self.unchanged()
                 and all(map(operator.is_, map(getattr, self.classes, self.names), self.attributes))
                 and all(map(operator.is_, self.globals(), self.objects))
-                and self.tensors.check(*tensors)
+                and self.tensors.check(*[given[i] for i in self.guarded])
                 and all(_is_same(container, leaves) for container, leaves in self.containers)
-                and self.found.is_same(given)
+                and self.found.are_contents_same()
             )
         except (LookupError, AttributeError):
             # What is looked up is gone, as Dynamo's own names are after a reset.
@@ -199,32 +194,42 @@ class Calls:
         places = [(i, images[id(t)]) for i, t in enumerate(given) if id(t) in images]
         is_plain = len({arg for _, arg in places}) == len(places) and len(images) == sum(map(_is_tensor, args))
         if is_plain and images.keys().isdisjoint(map(id, _tensors(module))):
-            self._known[key] = self._kept(module, graph.kept, found, given, places, pick)
+            known = self._kept(module, graph.kept, found, given, places, pick)
+            if known is not None:
+                self._known[key] = known
 
-    def _kept(self, module: nn.Module, kept: _Kept, found: Any, given: list[Any], places: Any, pick: Any) -> _Known:
+    def _kept(
+        self, module: nn.Module, kept: _Kept, found: Any, given: list[Any], places: Any, pick: Any
+    ) -> _Known | None:
         modules = [*module.modules()]
         parts = [m.__dict__[name] for m in modules for name in _COMPARED]
         dicts = [m.__dict__ for m in modules] + [part for part in parts if part]
         # Dictionaries that stay empty are faster to look at.
         empty = [m.__dict__[name] for m in modules for name in _HOOKS] + [part for part in parts if not part]
-        tensor_inputs = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
-        tensors = [given[i] for i in tensor_inputs]
+        # A gradient may be wanted only where PyTorch records them.
+        watched = {*found.watched} if not torch.is_grad_enabled() else {*()}
+        guarded = [i for i, t in enumerate(given) if isinstance(t, Tensor) and i not in watched]
+        tensors = [given[i] for i in guarded]
         sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
         how: Any = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+        compared = [given[i] for i in found.watched]
+        unchanged = _native.Unchanged(dicts, _dict_version, empty + _OF_ALL_MODULES, modules, compared)
+        # Not if somebody has written to a parameter since the constants were computed.
+        if not found.is_same(given):
+            return None
         for i, _ in places:
             given[i] = None
         # Dynamo has just found that all this is as the graph expects it.
-        types = [*map(type, modules)]
-        attributes = {*kept.classes, *((kind, "forward") for of in {*types} for kind in (of, parts_of(of)[0]))}
+        types = {*map(type, modules)}
+        attributes = {*kept.classes, *((kind, "forward") for of in types for kind in (of, parts_of(of)[0]))}
         classes, names = [kind for kind, _ in attributes], [name for _, name in attributes]
         scope = self._scope(module)
         look_up = eval(f"lambda: ({''.join(f'{name},' for name in kept.names)})", scope)
         containers = [eval(source, scope) for source in kept.containers]
         return _Known(
-            _guards.GlobalStateGuard(), _guards.TensorGuards(*tensors, **how), modules, types,
-            dicts, [*map(_dict_version, dicts)], empty + _OF_ALL_MODULES,
+            _guards.GlobalStateGuard(), _guards.TensorGuards(*tensors, **how), unchanged,
             classes, names, [*map(getattr, classes, names)], look_up, look_up(), [(c, [*flat(c)]) for c in containers],
-            given, None if len(tensors) == len(given) else tensor_inputs, places, found, pick, torch.is_grad_enabled(),
+            given, guarded, places, found, pick, torch.is_grad_enabled(),
         )  # fmt: skip
 
     def _scope(self, module: nn.Module) -> dict[str, Any]:

@@ -58,7 +58,6 @@ class _Stage:
     call: _native.Conv2dSequence | None = None
     images: Several[int] = ()
     results: Several[int] = ()
-    filters: Several[tuple[Tensor, Tensor | None]] = ()
 
 
 class Sequence(Remembering):
@@ -96,7 +95,7 @@ class Sequence(Remembering):
             else:
                 stages = known
                 if len(stages) == 1 and (call := stages[0].call) is not None:
-                    results = call(images, stages[0].filters)
+                    results = call(images)
                     if results is not None:
                         return results[0] if len(results) == 1 else (*results,)
         values: list[Any] = [*images, *[None] * len(self.steps)]
@@ -130,7 +129,7 @@ class Sequence(Remembering):
         """Computes a stage in one native call. Returns False if that is not possible."""
         if stage.call is None:
             return False
-        results = stage.call([values[i] for i in stage.images], stage.filters)
+        results = stage.call([values[i] for i in stage.images])
         if results is None:
             return False
         for value, result in zip(stage.results, results, strict=True):
@@ -165,9 +164,9 @@ class Sequence(Remembering):
         calls: list[Any] = [way.call if type(way) is Called else way for way in ways[first:last]]
         numbered = [(number[image], None if second is None else number[second]) for image, second in steps]
         read_by = [(call, *values) for call, values in zip(calls, numbered, strict=True)]
-        call = _native.Conv2dSequence(len(images), read_by, [number[value] for value in results])
         filters = [(way.weight, way.bias) for way in ways[first:last] if type(way) is Called]
-        return _Stage(first, last, (), call, images, results, filters)
+        call = _native.Conv2dSequence(len(images), read_by, [number[value] for value in results], filters)
+        return _Stage(first, last, (), call, images, results)
 
     def extra_repr(self) -> str:
         return f"{len(self.steps)} of the convolutions and image steps"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from windrow import _native
 from windrow.torch._calls import is_captured
 from windrow.torch._filters import forget
 
@@ -146,26 +147,17 @@ def _words(first: int, last: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=device).set_(storage, 0, (last - first,), (1,))
 
 
-class _Sample:
-    """A few numbers of each filter on the CPU, to notice a write through `data`. Tools that merge low-rank weights
-    write so; PyTorch does not count such writes, and they change most numbers. One operation reads all of them."""
-
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        words: list[int] = []
-        for t in given:
-            if t.dim() > 1 and t.is_cpu and t.is_floating_point() and t.numel() > 0 and _is_dense(t):
-                step = max(1, t.numel() // _SAMPLED) * t.element_size()
-                # A word never reaches into another page than the number in it.
-                words += [place // _WORD for place in range(t.data_ptr(), t.data_ptr() + t.nbytes, step)]
-        self.before: Tensor | None = None
-        if words:
-            first, on_cpu = min(words), torch.device("cpu")
-            self.memory = _words(first, max(words) + 1, on_cpu)
-            self.places = torch.tensor([word - first for word in words], device=on_cpu)
-            self.before = self.memory.index_select(0, self.places)
-
-    def is_same(self) -> bool:
-        return self.before is None or torch.equal(self.memory.index_select(0, self.places), self.before)
+def _sample(given: Sequence[Tensor]) -> _native.Words:
+    """A few numbers of each filter on the CPU, to notice a write through `data`. Tools that merge low-rank weights write
+    so; PyTorch does not count such writes, and they change most numbers. They may be compared while the filters lie at the
+    same place."""
+    words = set[int]()
+    for t in given:
+        if t.dim() > 1 and t.is_cpu and t.is_floating_point() and t.numel() > 0 and _is_dense(t):
+            step = max(1, t.numel() // _SAMPLED) * t.element_size()
+            # A word never reaches into another page than the number in it.
+            words.update(place // _WORD * _WORD for place in range(t.data_ptr(), t.data_ptr() + t.nbytes, step))
+    return _native.Words([*words])
 
 
 class _Uncounted:
@@ -247,7 +239,7 @@ class _OfParameters:
     # The function that gets the watched inputs, and the one that gets those with a version counter.
     all_watched: Callable[[Sequence[Any]], tuple[Any, ...]]
     counted: Callable[[Sequence[Any]], tuple[Any, ...]]
-    sample: "_Sample"
+    sample: _native.Words
     references: list[Any]
 
     def is_same(self, inputs: Sequence[Any]) -> bool:
@@ -255,9 +247,12 @@ class _OfParameters:
             _lie_at(inputs, self.pointers, self.watched)
             and [*map(_version, self.counted(inputs))] == self.versions
             and (_GUARDS_STRIDES or _strides(self.all_watched(inputs)) == self.strides)
-            and self.sample.is_same()
-            and self.uncounted.is_same()
+            and self.are_contents_same()
         )
+
+    def are_contents_same(self) -> bool:
+        """Whether watched inputs that lie as before have the same content, as far as PyTorch does not count writes."""
+        return self.sample() and self.uncounted.is_same()
 
 
 def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -320,7 +315,7 @@ class ConstantsCache:
             pointers[i] = inputs[i].data_ptr()
         found = _OfParameters(
             run, modules, constants, self.watched, pointers, versions, strides, uncounted,
-            self.all_watched, _getter(counted), _Sample(given), references,
+            self.all_watched, _getter(counted), _sample(given), references,
         )  # fmt: skip
         self._found[key] = found
         return found
