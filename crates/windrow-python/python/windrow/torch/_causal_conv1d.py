@@ -375,7 +375,8 @@ def causal_conv1d_fn(
         if norm is None or any(t is not None and t.requires_grad for t in tensors[:4]) and torch.is_grad_enabled():
             *y, final_states = call(_causal_conv1d_split, _split_kernel, tensors, *rest)
             if norm is not None:
-                y[:2] = [_divided(part, *norm) for part in y[: min(2, len(split))]]
+                divided = min(2, len(split))
+                y = [*(_divided(part, *norm) for part in y[:divided]), *y[divided:]]
         else:
             *y, final_states = call(_causal_conv1d_split, _split_kernel, tensors, *rest, *norm)
         y = tuple(y[: len(split)])

@@ -3,6 +3,7 @@
 use super::cudnn;
 use super::cudnn::nhwc::NhwcConversion;
 use super::facts::{has_epilogue, has_vectors, is_strict, may_transform};
+use super::group_products::GroupProductsMethod;
 use super::grouped::GroupedMethod;
 use super::method::{Method, supports};
 use super::methods::{self, METHODS, allows, method_for, pack_micros, supported, too_large};
@@ -77,12 +78,14 @@ fn fastest(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
     let grouped = |_| (is_strict(spec) || alone) && GroupedMethod.computes(task);
     // cuDNN's kernels on tensor cores compute one product: for f32 at lower accuracy, and for f16/bf16 whose pixels are
     // whole vectors. So `implicit_gemm` is compared in strict f32. It is also compared with other pixels, or with bias,
-    // residual, activation or another layout of y: it fuses these, and cuDNN needs a second pass.
+    // residual, activation or another layout of y: it fuses these, and cuDNN needs a second pass. It multiplies groups of few
+    // channels without the zeros between them.
     let sums = |chosen| {
         let unlike_cudnns = [Im2colGemm, Direct].contains(&chosen)
             || !p.c.is_multiple_of(8)
             || has_epilogue(spec)
-            || NhwcConversion::suits(spec, p);
+            || NhwcConversion::suits(spec, p)
+            || GroupProductsMethod.computes(&task.by(ImplicitGemm));
         let few = chosen == Direct && p.groups == 1 && p.taps() < FEW_TERMS;
         // The rates of `implicit_gemm` are those of images. Of videos that fill the GPU, the fused kernel was 1.4 to 2.0
         // times as fast.

@@ -3,6 +3,7 @@
 use super::cudnn::CudnnMethod;
 use super::few_taps::FewTapsMethod;
 use super::general::{DIRECT, IM2COL_GEMM};
+use super::group_products::GroupProductsMethod;
 use super::grouped::GroupedMethod;
 use super::implicit_gemm::ImplicitGemmMethod;
 use super::method::{Method, check, supports};
@@ -16,11 +17,12 @@ use crate::gpu::Gpu;
 use crate::{Error, Result};
 
 /// The methods on GPUs. If several have the same algorithm, the first that supports a problem computes it.
-pub(super) static METHODS: [&dyn Method; 8] = [
+pub(super) static METHODS: [&dyn Method; 9] = [
     &GroupedMethod,
     &DIRECT,
     &FewTapsMethod,
     &IM2COL_GEMM,
+    &GroupProductsMethod,
     &ImplicitGemmMethod,
     &WinogradGemmMethod,
     &WinogradRowMethod,

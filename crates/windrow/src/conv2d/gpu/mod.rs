@@ -7,6 +7,7 @@ mod few_taps;
 mod general;
 mod gradient;
 mod gradients;
+mod group_products;
 mod grouped;
 mod implicit_gemm;
 mod method;

@@ -96,6 +96,10 @@ impl<T: SimdElement> Kernel for Rows<T> {
         match self.activation {
             // Nothing is asked for each vector.
             Activation::Silu => by!(x => silu(s, x)),
+            Activation::Hardswish => by!(x => activated(s, Activation::Hardswish, x)),
+            Activation::LeakyRelu(slope) => {
+                by!(x => activated(s, Activation::LeakyRelu(slope), x));
+            }
             activation => by!(x => activated(s, activation, x)),
         }
     }

@@ -4,8 +4,8 @@
 //! and bf16, with one image and with many, and with and without bias, activation and residual.
 
 use super::{
-    Cudnn, CudnnSums, Gradients, Grouped, ImplicitGemm, Packing, Plain, Product, Rates,
-    WinogradGemm, WinogradRow,
+    Cudnn, CudnnSums, Gradients, GroupProducts, Grouped, ImplicitGemm, Packing, Plain, Product,
+    Rates, WinogradGemm, WinogradRow,
 };
 
 pub(super) static RATES: Rates = Rates {
@@ -22,6 +22,7 @@ pub(super) static RATES: Rates = Rates {
         nchw_gflop: [33.0, 42.0],
         nhwc_gflop: [40.0, 60.0],
     },
+    group_products: GroupProducts { launch: 2.3, term: 0.009, megabyte: 0.45, gflop: [2.9, 1.1] },
     winograd_row: WinogradRow {
         launch: 10.0,
         split_step: 3.8,

@@ -44,6 +44,7 @@ pub(super) struct Rates {
     pub(super) direct: Plain,
     pub(super) im2col_gemm: Plain,
     pub(super) grouped: Grouped,
+    pub(super) group_products: GroupProducts,
     pub(super) winograd_row: WinogradRow,
     pub(super) winograd_gemm: WinogradGemm,
     pub(super) implicit_gemm: ImplicitGemm,
@@ -78,6 +79,16 @@ pub(super) struct Grouped {
     pub(super) nchw_gflop: [f64; 2],
     /// The same if y is channels-last: filters are read more slowly.
     pub(super) nhwc_gflop: [f64; 2],
+}
+
+/// The time of products in groups: for a launch, for a term of a sum, and for a megabyte of tensors; for a GFLOP of f32 and of
+/// f16 and bf16.
+#[derive(Debug)]
+pub(super) struct GroupProducts {
+    pub(super) launch: f64,
+    pub(super) term: f64,
+    pub(super) megabyte: f64,
+    pub(super) gflop: [f64; 2],
 }
 
 /// The time of the fused kernel: for a launch, and for a round's step of 16 input channels.
