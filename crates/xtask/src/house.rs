@@ -302,7 +302,7 @@ mod tests {
     #[test]
     fn rows_without_a_test_are_found() {
         let row = |name: &str| {
-            let test = format!("| A1 | x | `src/activation.rs: {name}` |\n");
+            let test = format!("| A1 | x | `src/activation/names.rs: {name}` |\n");
             untested(&test).iter().filter(|fault| fault.contains("A1")).count()
         };
         assert_eq!((row("names_parse_back"), row("names_parse_forth")), (0, 1));
