@@ -107,6 +107,7 @@ impl Method for GroupProductsMethod {
     fn leads(&self, task: &Task<'_>) -> bool {
         let p = task.problem;
         self.computes(&task.by(Conv2dAlgorithm::ImplicitGemm))
+            && self.allows(task)
             && p.r * p.s == 9
             && (p.stride == [1, 1] || p.c_group() > 8)
     }

@@ -69,6 +69,18 @@ fn domain() {
 }
 
 #[test]
+fn leads_where_the_accuracy_allows_it() {
+    let leads = |stride, c, accuracy| {
+        let (mut spec, p) = spec(DType::F16, [8, 4, c, 24], 14, 3, stride);
+        spec.accuracy = accuracy;
+        GroupProductsMethod.leads(&Task::on_h200(&spec, &p))
+    };
+    assert!(leads(1, 8, Accuracy::Fp32) && leads(2, 16, Accuracy::Half));
+    assert!(!leads(1, 8, Accuracy::Exact), "sums on tensor cores");
+    assert!(!leads(2, 8, Accuracy::Fp32), "cuDNN may be faster");
+}
+
+#[test]
 fn kernels_compile_without_spills() {
     let mut kernels = Vec::new();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
