@@ -161,7 +161,7 @@ fn hardswish_backward(z: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let (z, gradient) = (z.to_dtype(DType::F32)?, dy.to_dtype(DType::F32)?);
     let above = z.ge(3f64)?.where_cond(&gradient, &gradient.zeros_like()?)?;
     let between = z.gt(-3f64)?.mul(&z.lt(3f64)?)?;
-    let slope = ((z / 3.0)? + 0.5)?;
+    let slope = ((z + 1.5)? / 3.0)?;
     between.where_cond(&gradient.mul(&slope)?, &above)?.to_dtype(dy.dtype())
 }
 

@@ -90,7 +90,8 @@ fn derivative<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
             s.select(s.is_nan(x), x, step)
         }
         Activation::Hardswish => {
-            let slope = s.mul_add(x, s.splat(1.0 / 3.0), s.splat(0.5));
+            // Exactly 0 at -1.5, so that an infinite gradient gives NaN there.
+            let slope = s.mul(s.add(x, s.splat(1.5)), s.splat(1.0 / 3.0));
             let slope = s.select(s.lt(x, s.splat(3.0)), slope, s.splat(1.0));
             let slope = s.select(s.lt(s.splat(-3.0), x), slope, s.zero());
             s.select(s.is_nan(x), x, slope)
@@ -355,6 +356,15 @@ mod tests {
                 out.extend_from_slice(&y[..part.len()]);
             }
             out
+        }
+    }
+
+    /// An infinite gradient gives NaN where the slope is 0, and an infinity where it is only small.
+    #[test]
+    fn the_slope_of_hardswish_is_0_at_its_minimum() {
+        for isa in Isa::available() {
+            let map = Map { activation: Activation::Hardswish, grad: true, x: &[-1.5] };
+            assert_eq!(dispatch(isa, map), [0.0], "{}", isa.name());
         }
     }
 

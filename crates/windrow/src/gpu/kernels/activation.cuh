@@ -154,7 +154,7 @@ template <int ACTIVATION> __device__ __forceinline__ float activate_gradient(flo
     if constexpr (ACTIVATION == RELU) return x > 0.0f || x != x ? (x != x ? x : 1.0f) : 0.0f;
     if constexpr (ACTIVATION == LEAKY_RELU) return x != x ? x : x > 0.0f ? 1.0f : NEGATIVE_SLOPE;
     if constexpr (ACTIVATION == HARDSWISH) {
-        float y = x > -3.0f ? fmaf(x, 1.0f / 3, 0.5f) : 0.0f;
+        float y = x > -3.0f ? (x + 1.5f) * (1.0f / 3) : 0.0f; // exactly 0 at -1.5
         return x != x ? x : x >= 3.0f ? 1.0f : y;
     }
     if constexpr (ACTIVATION == RELU6) return x != x ? x : x > 0.0f && x < 6.0f ? 1.0f : 0.0f;
