@@ -46,8 +46,10 @@ def leaky_relu(slope: float) -> Activation | None:
     return "leaky_relu" if slope == DEFAULT_SLOPE else f"leaky_relu({slope})"
 
 
-def slope_of(name: str) -> float | None:
-    """The slope of leaky ReLU with this name; None for other names, and for slopes that are not finite in f32."""
+def slope_of(name: object) -> float | None:
+    """The slope of leaky ReLU with this name; None for anything else, and for slopes that are not finite in f32."""
+    if not isinstance(name, str):
+        return None
     if name == "leaky_relu":
         return DEFAULT_SLOPE
     number = name[len("leaky_relu(") : -1]

@@ -11,7 +11,7 @@ from common import ACTIVATIONS as FUNCTIONS
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from windrow import onnx
-from windrow._activation_names import NAMES, Activation
+from windrow._activation_names import NAMES, SYNONYMS, Activation
 from windrow.torch import (
     Conv1d,
     Conv2d,
@@ -32,8 +32,10 @@ def test_the_names_are_those_of_rust():
     x, weight = np.ones((1, 2, 3), np.float32), np.ones((2, 2), np.float32)
     with pytest.raises(ValueError) as raised:
         windrow.causal_conv1d(x, weight, activation="mish")
-    known = re.search("expected (.*)", str(raised.value))[1].split(", ")
-    assert {*known} <= {*ACTIVATIONS}
+    known = re.search("expected (.*);", str(raised.value))[1].split(", ")
+    assert {*ACTIVATIONS} - {None} - {*SYNONYMS} <= {*known}
+    for name in known:
+        activation_of(name)
     x = np.linspace(-7, 7, 29, dtype=np.float32).reshape(1, 1, 29)
     for name, function in ACTIVATIONS.items():
         y = windrow.causal_conv1d(x, np.ones((1, 1), np.float32), activation=name)
@@ -41,7 +43,8 @@ def test_the_names_are_those_of_rust():
 
 
 def test_type_checkers_know_the_names():
-    assert {*get_args(Activation)} == {*ACTIVATIONS} - {None}
+    names, slopes = get_args(Activation)
+    assert {*get_args(names)} == {*ACTIVATIONS} - {None} and slopes is str
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -44,7 +44,7 @@ def activation_of(name: str | None, in_place: bool = False) -> Function:
     function = ACTIVATIONS.get(name)
     if function is not None:
         return _IN_PLACE.get(name, function) if in_place else function
-    slope = slope_of(name) if isinstance(name, str) else None
+    slope = slope_of(name)
     if slope is None:
         known = [*ACTIVATIONS, "leaky_relu(0.2) or with another slope"]
         raise ValueError(f"`activation` is {name!r}, expected one of {known}")
