@@ -104,6 +104,14 @@ impl Activation {
         }
     }
 
+    /// The largest magnitude of a result, relative to that of its argument.
+    pub(crate) fn most_enlarged(self) -> f64 {
+        match self {
+            Activation::LeakyRelu(_) => self.steepest_slope(),
+            _ => 1.0,
+        }
+    }
+
     /// Error of the approximation in GPU kernels for f16 and bf16, without that of rounding.
     pub(crate) fn half_error_on_gpus(self) -> f64 {
         match self {
@@ -260,6 +268,7 @@ mod tests {
             for i in -800..=800 {
                 let x = f64::from(i) / 80.0;
                 assert!(a.derivative_f64(x).abs() <= a.steepest_slope(), "{a} at {x}");
+                assert!(a.apply_f64(x).abs() <= a.most_enlarged() * x.abs(), "{a} at {x}");
                 if let Some([low, high]) = a.bounds() {
                     assert_eq!(a.apply_f64(x), x.clamp(low.into(), high.into()), "{a} at {x}");
                 }

@@ -12,8 +12,8 @@ from common import ACTIVATIONS
 from problems import U
 from torch import Tensor
 
-# The steepest slope of each (that of hardswish), and of their derivatives, rounded up.
-SLOPE, CURVATURE = 1.5, 1.0
+# The steepest slope of SiLU and GELU, those of others, and the steepest slope of derivatives, rounded up.
+SLOPE, SLOPES, CURVATURE = 1.13, {"hardswish": 1.5}, 1.0
 # Where derivatives jump.
 KINKS = {"relu": [0], "relu6": [0, 6], "leaky_relu": [0], "leaky_relu(0.2)": [0], "hardswish": [-3, 3]}
 # An activation's own roundings, and what its shorter polynomials for f16 and bf16 add: docs/gelu.md and
@@ -35,7 +35,7 @@ def activated(activation: str | None, v: Tensor, error: Tensor, scale: Tensor, h
     if activation in (None, "relu", "relu6"):
         return error
     own = ACTIVATION_ROUNDINGS * U + HALF_POLYNOMIALS * half
-    return SLOPE * error + own * scale
+    return SLOPES.get(activation, SLOPE) * error + own * scale
 
 
 def before_activation(
@@ -50,7 +50,7 @@ def before_activation(
     if activation in ("relu", "relu6"):
         return dy * slope, dy.abs() * jump
     own = ACTIVATION_ROUNDINGS * U + HALF_POLYNOMIALS * half
-    return dy * slope, dy.abs() * (jump + CURVATURE * error + own * SLOPE)
+    return dy * slope, dy.abs() * (jump + CURVATURE * error + own * SLOPES.get(activation, SLOPE))
 
 
 def through(

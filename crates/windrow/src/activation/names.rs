@@ -50,20 +50,21 @@ impl FromStr for Activation {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self> {
-        Ok(match s {
-            "identity" | "none" => Activation::Identity,
-            "relu" => Activation::Relu,
-            "relu6" => Activation::Relu6,
-            "leaky_relu" => Activation::LeakyRelu(NegativeSlope::DEFAULT),
-            "hardswish" => Activation::Hardswish,
-            "silu" | "swish" => Activation::Silu,
-            "gelu" => Activation::Gelu(Approximate::None),
-            "gelu_tanh" => Activation::Gelu(Approximate::Tanh),
-            _ => Activation::LeakyRelu(NegativeSlope::new(slope(s).ok_or_else(|| {
-                let names = Activation::ALL.iter().map(|a| a.name()).collect::<Vec<_>>().join(", ");
-                Error::parameter("activation", s, names + "; leaky_relu takes any finite slope")
-            })?)?),
-        })
+        let name = match s {
+            "none" => "identity",
+            "swish" => "silu",
+            _ => s,
+        };
+        let known = || Activation::ALL.iter().copied();
+        match (known().find(|a| a.name() == name), slope(name)) {
+            (Some(known), _) => Ok(known),
+            (None, Some(slope)) => Ok(Activation::LeakyRelu(NegativeSlope::new(slope)?)),
+            (None, None) => {
+                let names = known().map(Activation::name).collect::<Vec<_>>().join(", ");
+                let expected = names + "; leaky_relu takes any finite slope";
+                Err(Error::parameter("activation", s, expected))
+            }
+        }
     }
 }
 

@@ -23,12 +23,12 @@ fn forward_additions(problem: &Problem) -> usize {
 }
 
 /// Roundings of a sum of products and a bias, in units of f32, and of the activation (4 units in the last place, which
-/// are 8 roundings), whose slope is at most 1.2 unless it is one of the steep ones. For f16 and bf16, SiLU is only computed to the few more bits that they
-/// need.
+/// are 8 roundings), whose slope is at most 1.2 unless it is hardswish's or that of leaky ReLU. For f16 and bf16, SiLU is
+/// only computed to the few more bits that they need.
 pub(super) fn forward_tolerance(problem: &Problem, activation: Activation, y: DType) -> f64 {
     let sum = forward_additions(problem) as f64 + 1.0;
-    let steepness = (activation.steepest_slope() / 1.2).max(1.0);
-    let f32_error = steepness * (1.2 * sum + 8.0) * DType::F32.unit_roundoff();
+    let sums = activation.steepest_slope().max(1.2) * sum;
+    let f32_error = (sums + 8.0 * activation.most_enlarged()) * DType::F32.unit_roundoff();
     match activation {
         Activation::Silu if y.is_half() => f32_error + HALF_ERROR,
         _ => f32_error,

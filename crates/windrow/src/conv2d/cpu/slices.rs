@@ -41,11 +41,14 @@ fn may_be(first: &Link<'_>, second: &Link<'_>) -> bool {
 /// True if two convolutions, the second one of the result of the first one, are faster by slices. `cache` is the number of
 /// bytes for the image of a slice.
 pub(crate) fn slices_pay(first: &Link<'_>, second: &Link<'_>, cache: usize) -> bool {
-    may_be(first, second) && width(first, second, cache).is_some()
+    width(first, second, cache).is_some()
 }
 
 /// The channels of a slice; `None` if slices do not pay. `cache` is the number of bytes for the image of a slice.
 fn width(first: &Link<'_>, second: &Link<'_>, cache: usize) -> Option<usize> {
+    if !may_be(first, second) {
+        return None;
+    }
     let (p, threads) = (first.problem, first.threads.max(second.threads));
     let panel = first.prepared.packed_width();
     let late = |width: usize| {
@@ -91,11 +94,7 @@ struct Slice {
 impl Slices {
     /// `None` if slices do not pay. `cache` is the number of bytes for the image of a slice.
     pub(crate) fn new(first: &Link<'_>, second: &Link<'_>, cache: usize) -> Result<Option<Self>> {
-        let width = match may_be(first, second) {
-            true => width(first, second, cache),
-            false => None,
-        };
-        let Some(width) = width else { return Ok(None) };
+        let Some(width) = width(first, second, cache) else { return Ok(None) };
         let (channels, p) = (first.problem.k, first.problem);
         let Some(whole) = Slice::new(first, second, width)? else { return Ok(None) };
         let rest = match channels % width {

@@ -10,12 +10,14 @@ use crate::verification::Expected;
 use crate::{Activation, DType, Error, Result, TensorRef};
 use std::borrow::Cow;
 
-/// The allowed error of the activation of sums with this error: 8 roundings of results, which are at most the steepest
-/// slope times as large as the sums.
+/// The allowed error of the activation of sums with this error: that of the sums, and 8 roundings of the result.
 pub(in crate::conv2d) fn activated(sums: f64, activation: Activation) -> f64 {
     match activation.bounds() {
         Some(_) => sums,
-        None => activation.steepest_slope() * (sums + 8.0 * DType::F32.unit_roundoff()),
+        None => {
+            let roundings = 8.0 * DType::F32.unit_roundoff() * activation.most_enlarged();
+            activation.steepest_slope() * sums + roundings
+        }
     }
 }
 

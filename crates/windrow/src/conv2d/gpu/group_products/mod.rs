@@ -85,6 +85,8 @@ impl Method for GroupProductsMethod {
             && last(&spec.x)
             && last(&spec.y)
             && (1..=MAX_TAPS).contains(&(p.r * p.s))
+            // The words of a packed filter are counted in 32 bits.
+            && p.k.saturating_mul(p.taps()) < 1 << 30
             && tile(task).is_some_and(|tile| tile.blocks(p) < 1 << 30)
     }
 
@@ -102,8 +104,8 @@ impl Method for GroupProductsMethod {
         task.spec.accuracy >= Accuracy::Fp32
     }
 
-    /// True except for 8 channels with a stride: for other layers of ResNeXt and RegNet cuDNN took 1.1 to 14 times as long, in
-    /// TF32 and bf16, with one image and with 64.
+    /// True except for 8 channels with a stride: for other layers of ResNeXt and RegNet cuDNN took 1.1 to 11 times as
+    /// long on an H200, in TF32 and bf16, with one image and with 64.
     fn leads(&self, task: &Task<'_>) -> bool {
         let p = task.problem;
         self.computes(&task.by(Conv2dAlgorithm::ImplicitGemm))

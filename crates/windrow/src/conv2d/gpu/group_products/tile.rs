@@ -38,8 +38,8 @@ impl Tile {
         let mut images =
             if rows == p.oh && columns == p.ow { (ROWS / rows).min(p.n).max(1) } else { 1 };
         let parts = columns.div_ceil(evenly(columns, most_together(p))) * k_parts(p);
-        let least = (PIXEL_BYTES / group).max(WARPS.div_ceil(parts));
-        let mut groups = evenly(p.groups, least);
+        // As many groups as are worth reading together, and as give each warp a part.
+        let mut groups = evenly(p.groups, (PIXEL_BYTES / group).max(WARPS.div_ceil(parts)));
         loop {
             let least_parts = WARPS.div_ceil(groups * k_parts(p));
             let together = evenly(columns, most_together(p).min(columns.div_ceil(least_parts)));
