@@ -1,10 +1,12 @@
 //! Convolutions that follow each other, and what stands between them, in one call.
 
-use crate::array::{Array, lie_alike};
+mod steps;
+
+use self::steps::{Call, Given, Place, places};
+use crate::array::Array;
 use crate::call::run;
 use crate::conv2d_call::Conv2dCall;
 use crate::error::{IntoPy, NotInPlace};
-use crate::image_step::ImageStep;
 use crate::output::Output;
 use crate::seen::Seen;
 use crate::torch::nothing_to_dispatch;
@@ -13,7 +15,7 @@ use pyo3::prelude::*;
 use std::sync::Arc;
 use windrow::cpu::with_team;
 use windrow::internal::{Conv2dChain, Conv2dLink, prefetch};
-use windrow::{Conv2dArgs, Device, Placed, TensorDesc, TensorRef, Weights, Workspace};
+use windrow::{Conv2dArgs, Device, Placed, TensorDesc, TensorMut, TensorRef, Weights, Workspace};
 
 /// The number of elements of the largest step from which the threads are started for the whole call. Of smaller images
 /// most convolutions run on the caller's thread alone.
@@ -23,11 +25,19 @@ const TEAM_FROM: usize = 64 << 10;
 /// were made for, after filters have got other memory, or if PyTorch's dispatcher has something to do for these tensors,
 /// nothing is done and None returned.
 ///
-/// Images and results are values, numbered in this order.
+/// Images and results are values, numbered in this order. A call may write to a value, such as channels of an image that
+/// other calls write to as well.
 #[pyclass(module = "windrow._native", frozen)]
 pub(crate) struct Conv2dSequence {
     images: usize,
+    /// Where each value lies.
+    places: Vec<Place>,
+    /// The memory that is there before a step writes to it, by value.
+    memory: Vec<Option<TensorDesc>>,
+    /// The steps that compute something.
     steps: Vec<Step>,
+    /// What an image must be like, by its number.
+    expected: Vec<(usize, TensorDesc)>,
     /// Those of the convolutions.
     filters: Vec<(Seen, Option<Seen>)>,
     /// Cache lines that comparisons of the filters read.
@@ -39,103 +49,45 @@ pub(crate) struct Conv2dSequence {
 
 struct Step {
     call: Call,
+    /// The value that it is.
+    value: usize,
     image: usize,
     second: Option<usize>,
     /// The result is written over the image.
     in_place: bool,
-    /// Values that nobody reads after it.
+    /// Results with memory of their own that nobody reads after it.
     last_read: Vec<usize>,
     /// This step and some after it, if they are computed together, and their number.
     chain: Option<(Conv2dChain, usize)>,
-}
-
-#[derive(FromPyObject)]
-enum Call {
-    Convolution(Py<Conv2dCall>),
-    Image(Py<ImageStep>),
-}
-
-impl Call {
-    fn x(&self) -> &TensorDesc {
-        match self {
-            Call::Convolution(call) => &call.get().plan().spec().x,
-            Call::Image(call) => call.get().x(),
-        }
-    }
-
-    /// A convolution's residual, or a gate.
-    fn second(&self) -> Option<&TensorDesc> {
-        match self {
-            Call::Convolution(call) => {
-                let spec = call.get().plan().spec();
-                spec.residual.then_some(&spec.y)
-            }
-            Call::Image(call) => call.get().second(),
-        }
-    }
-
-    fn y(&self) -> &TensorDesc {
-        match self {
-            Call::Convolution(call) => &call.get().plan().spec().y,
-            Call::Image(call) => call.get().step().y(),
-        }
-    }
-
-    fn convolution(&self) -> Option<&Conv2dCall> {
-        match self {
-            Call::Convolution(call) => Some(call.get()),
-            Call::Image(_) => None,
-        }
-    }
-
-    /// The number of elements that tells whether the interpreter lock is released.
-    fn elements(&self) -> usize {
-        match self {
-            Call::Convolution(call) => call.get().elements(),
-            Call::Image(call) => call.get().elements(),
-        }
-    }
 }
 
 type Filter<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
 #[pymethods]
 impl Conv2dSequence {
-    /// Steps are calls, with the values that each reads: the image, and what a convolution adds or a gate. `filters` are
-    /// those of the convolutions.
+    /// `filters` are those of the convolutions.
     #[new]
     fn new(
         py: Python<'_>,
         images: usize,
-        steps: Vec<(Call, usize, Option<usize>)>,
+        steps: Vec<Given>,
         results: Vec<usize>,
         filters: Vec<Filter<'_>>,
     ) -> PyResult<Self> {
         let values = images + steps.len();
-        let mut last = vec![None; values];
-        for (i, (call, image, second)) in steps.iter().enumerate() {
-            let fits = |value: usize, desc: &TensorDesc| match value.checked_sub(images) {
-                None => true,
-                Some(step) => step < i && lie_alike(steps[step].0.y(), desc),
-            };
-            let seconds_fit = match (*second, call.second()) {
-                (Some(value), Some(desc)) => fits(value, desc),
-                (second, desc) => second.is_none() && desc.is_none(),
-            };
-            let is_elsewhere = call.convolution().is_some_and(|c| c.device() != Device::Cpu);
-            if is_elsewhere || !fits(*image, call.x()) || !seconds_fit {
-                let message = format!("step {i} does not fit those before it");
-                return Err(PyValueError::new_err(message));
-            }
-            for value in second.iter().chain([image]) {
-                last[*value] = Some(i);
-            }
-        }
+        let places = places(images, &steps)?;
         let is_wrong = |(i, value): (usize, &usize)| {
-            !(images..values).contains(value) || results[..i].contains(value)
+            let is_own = (images..values).contains(value) && places[*value].value == *value;
+            !is_own || results[..i].contains(value)
         };
         if steps.is_empty() || results.iter().enumerate().any(is_wrong) {
             return Err(PyValueError::new_err("results are no different ones of steps"));
+        }
+        let mut last = vec![None; values];
+        for (i, (_, image, second, place)) in steps.iter().enumerate() {
+            for value in [image, second, place].into_iter().flatten() {
+                last[places[*value].value] = Some(i);
+            }
         }
         results.iter().for_each(|&value| last[value] = None);
         let convolutions = || steps.iter().filter_map(|(call, ..)| call.convolution());
@@ -157,24 +109,52 @@ impl Conv2dSequence {
             bias.iter().chain([weight]).try_for_each(|tensor| tensor.add_lines(py, &mut lines))?;
         }
         let elements = steps.iter().map(|(call, ..)| call.elements()).max().unwrap_or(0);
+        let is_own = |value: usize| value >= images && places[value] == Place { value, bytes: 0 };
+        let mut expected = Vec::new();
         let may_be_in_place: Vec<_> = steps
             .iter()
-            .map(|(call, image, second)| match (call, image.checked_sub(images)) {
-                (Call::Image(call), Some(step)) => {
-                    *second != Some(*image) && call.get().may_replace(steps[step].0.y())
+            .enumerate()
+            .map(|(i, (call, image, second, place))| {
+                let read = [(image, call.x()), (second, call.second()), (place, Some(call.y()))];
+                for (value, desc) in read {
+                    expected.extend(value.filter(|&value| value < images).zip(desc.copied()));
                 }
-                _ => false,
+                match (call, *image) {
+                    (Call::Image(call), Some(value)) if is_own(value) && is_own(images + i) => {
+                        let is_elsewhere = second.is_none_or(|s| places[s].value != value);
+                        is_elsewhere && call.get().may_replace(steps[value - images].0.y())
+                    }
+                    _ => false,
+                }
             })
             .collect();
-        let steps = steps.into_iter().enumerate().map(|(i, (call, image, second))| {
+        let memory = steps.iter().map(|(call, ..)| match call {
+            Call::View(view) if view.get().of.is_none() => Some(view.get().y),
+            _ => None,
+        });
+        let memory = memory.collect();
+        let steps = steps.into_iter().enumerate().filter_map(|(i, (call, image, second, _))| {
+            let image = image.filter(|_| !matches!(call, Call::View(_)))?;
             let last_read: Vec<_> =
                 (images..values).filter(|&value| last[value] == Some(i)).collect();
             let in_place = may_be_in_place[i] && last_read.contains(&image);
-            Step { call, image, second, in_place, last_read, chain: None }
+            let value = images + i;
+            Some(Step { call, value, image, second, in_place, last_read, chain: None })
         });
         let mut steps: Vec<Step> = steps.collect();
-        let bytes = bytes.max(chain(images, &mut steps)?);
-        Ok(Conv2dSequence { images, steps, filters, lines, results, bytes, elements })
+        let bytes = bytes.max(chain(&places, &mut steps)?);
+        Ok(Conv2dSequence {
+            images,
+            places,
+            memory,
+            steps,
+            expected,
+            filters,
+            lines,
+            results,
+            bytes,
+            elements,
+        })
     }
 
     fn __call__<'py>(
@@ -202,15 +182,10 @@ impl Conv2dSequence {
             arrays => arrays?,
         };
         let Some(images) = images else { return Ok(None) };
-        let is_image = |value: usize, planned: &TensorDesc| match images.get(value) {
-            None => true,
-            Some(image) => image.device == Device::Cpu && image.lies_as(planned),
+        let is_as_expected = |(image, desc): &(usize, TensorDesc)| {
+            images[*image].device == Device::Cpu && images[*image].lies_as(desc)
         };
-        let reads = |step: &Step| {
-            let second = step.second.zip(step.call.second());
-            is_image(step.image, step.call.x()) && second.is_none_or(|(v, desc)| is_image(v, desc))
-        };
-        if !self.steps.iter().all(reads) {
+        if !self.expected.iter().all(is_as_expected) {
             return Ok(None);
         }
         let mut given_filters = Vec::with_capacity(self.filters.len());
@@ -227,18 +202,26 @@ impl Conv2dSequence {
         });
         let mut computed = computed?;
         let finished = self.results.iter().map(|&value| {
-            let result = computed[value - self.images].take();
-            Output::Own(result.expect("each result is named once")).finish(py, &images[0].family)
+            let result =
+                match (computed[value - self.images].take(), self.memory[value - self.images]) {
+                    (Some(result), _) => result,
+                    // Nobody has written to it yet.
+                    (None, memory) => {
+                        let memory = memory.expect("each result is named once");
+                        Placed::output(memory, Device::Cpu).py()?
+                    }
+                };
+            Output::Own(result).finish(py, &images[0].family)
         });
         finished.collect::<PyResult<_>>().map(Some)
     }
 }
 
 /// Makes chains of steps where that pays. Gives the bytes of their workspace.
-fn chain(images: usize, steps: &mut [Step]) -> PyResult<usize> {
+fn chain(places: &[Place], steps: &mut [Step]) -> PyResult<usize> {
     let (mut first, mut bytes) = (0, 0);
     while first < steps.len() {
-        let mut count = chained(images, steps, first);
+        let mut count = chained(places, steps, first);
         while count > 1 {
             let plans = steps[first..first + count].iter().filter_map(|s| s.call.convolution());
             let plans: Vec<_> = plans.map(|call| Arc::clone(call.plan())).collect();
@@ -256,13 +239,15 @@ fn chain(images: usize, steps: &mut [Step]) -> PyResult<usize> {
 
 /// The number of steps, from the step `first` on, that may be a chain: each reads the result of the one before, which
 /// nobody else reads.
-fn chained(images: usize, steps: &[Step], first: usize) -> usize {
+fn chained(places: &[Place], steps: &[Step], first: usize) -> usize {
     let follows = |&i: &usize| {
-        let (value, before, step) = (images + i - 1, &steps[i - 1].call, &steps[i]);
-        step.image == value
-            && step.second != Some(value)
-            && step.last_read.contains(&value)
+        let (before, step) = (&steps[i - 1], &steps[i]);
+        step.image == before.value
+            && places[step.image] == Place { value: step.image, bytes: 0 }
+            && step.second.is_none_or(|second| places[second].value != step.image)
+            && step.last_read.contains(&step.image)
             && before
+                .call
                 .convolution()
                 .zip(step.call.convolution())
                 .is_some_and(|(a, b)| Conv2dChain::pays(a.plan(), b.plan()))
@@ -279,7 +264,8 @@ impl Conv2dSequence {
         filters: Vec<(Weights<'_>, Option<TensorRef<'_>>)>,
         workspace: &mut Workspace,
     ) -> windrow::Result<Vec<Option<Placed>>> {
-        let mut computed: Vec<Option<Placed>> = Vec::with_capacity(self.steps.len());
+        let mut computed = Computed { of: self, given, own: Vec::new() };
+        computed.own.resize_with(self.memory.len(), || None);
         let mut filters = filters.into_iter();
         let mut at = 0;
         while at < self.steps.len() {
@@ -287,25 +273,26 @@ impl Conv2dSequence {
             let count = step.chain.as_ref().map_or(1, |&(_, count)| count);
             let together = &self.steps[at..at + count];
             at += count;
-            let y = match step.in_place {
-                true => computed[step.image - given.len()].take(),
-                false => None,
+            let last = &together[count - 1];
+            if step.in_place {
+                computed.own[step.value - self.images] =
+                    computed.own[step.image - self.images].take();
+            }
+            let to = computed.writable(last.value, last.call.y())?;
+            let x = match step.in_place {
+                true => to,
+                false => computed.readable(step.image).cast_mut(),
             };
-            let mut y = match y {
-                Some(y) => y,
-                None => Placed::output(*together[count - 1].call.y(), Device::Cpu)?,
-            };
-            let value = |value: usize, planned: &TensorDesc| match value.checked_sub(given.len()) {
-                None => lying_as(given[value], planned),
-                Some(i) => {
-                    let value = computed[i].as_ref().expect("it goes after its last reader");
-                    lying_as(value.as_ref(), planned)
-                }
+            let view = |at: *const u8, desc: &TensorDesc| {
+                // SAFETY: `new` has compared steps, and each call its images.
+                unsafe { TensorRef::from_raw(at.cast(), *desc, Device::Cpu) }
             };
             let second = |step: &Step| {
                 let second = step.second.zip(step.call.second());
-                second.map(|(second, planned)| value(second, planned))
+                second.map(|(second, desc)| view(computed.readable(second), desc))
             };
+            // SAFETY: as above; the result is new, or apart from what the step reads.
+            let y = || unsafe { TensorMut::from_raw(to.cast(), *last.call.y(), Device::Cpu) };
             match &step.call {
                 _ if let Some((chain, _)) = &step.chain => {
                     let links = together
@@ -313,39 +300,70 @@ impl Conv2dSequence {
                         .zip(&mut filters)
                         .map(|(step, (w, bias))| Conv2dLink { w, bias, residual: second(step) });
                     let links: Vec<_> = links.collect();
-                    let x = value(step.image, step.call.x());
-                    chain.run(&x, &links, y.as_mut()?, workspace)?;
+                    let spec = step.call.x().expect("a convolution");
+                    chain.run(&view(x, spec), &links, y()?, workspace)?;
                 }
                 Call::Convolution(call) => {
                     let (weights, bias) = filters.next().expect("one for each convolution");
-                    let args = Conv2dArgs::new(value(step.image, step.call.x()), weights)
+                    let plan = call.get().plan();
+                    let args = Conv2dArgs::new(view(x, &plan.spec().x), weights)
                         .with_bias(bias)
                         .with_residual(second(step));
-                    call.get().plan().run(&args, y.as_mut()?, workspace)?;
+                    plan.run(&args, y()?, workspace)?;
                 }
                 Call::Image(call) => {
-                    let to: *mut f32 = y.as_mut()?.as_mut_ptr().cast();
-                    let from = match step.in_place {
-                        true => to.cast_const(),
-                        false => value(step.image, step.call.x()).as_ptr().cast(),
-                    };
                     let second = second(step).map_or(std::ptr::null(), |s| s.as_ptr().cast());
-                    // SAFETY: `new` has compared steps, and the call its images. The result is new, or the image's
+                    // SAFETY: `new` has compared steps, and the call its images. The result is apart, or the image's
                     // memory if that is allowed.
-                    unsafe { call.get().step().run(from, second, to) };
+                    unsafe { call.get().step().run(x.cast_const().cast(), second, to.cast()) };
                 }
+                Call::View(_) => unreachable!("a view computes nothing"),
             }
-            computed.extend((1..count).map(|_| None));
-            computed.push(Some(y));
             let last_read = together.iter().flat_map(|step| &step.last_read);
-            last_read.for_each(|&value| computed[value - given.len()] = None);
+            last_read.for_each(|&value| computed.own[value - self.images] = None);
         }
-        Ok(computed)
+        Ok(computed.own)
     }
 }
 
-/// The tensor with the strides of `planned`, where its elements lie as those.
-fn lying_as<'a>(tensor: TensorRef<'a>, planned: &TensorDesc) -> TensorRef<'a> {
-    // SAFETY: the same elements: `new` has compared steps, and each call its images.
-    unsafe { TensorRef::from_raw(tensor.as_ptr().cast_mut().cast(), *planned, Device::Cpu) }
+/// The values of a call.
+struct Computed<'a> {
+    of: &'a Conv2dSequence,
+    given: &'a [TensorRef<'a>],
+    /// By value, from the first result on.
+    own: Vec<Option<Placed>>,
+}
+
+impl Computed<'_> {
+    /// The first element of a value that is there.
+    fn readable(&self, value: usize) -> *const u8 {
+        let Place { value, bytes } = self.of.places[value];
+        let at = match value.checked_sub(self.given.len()) {
+            None => self.given[value].as_ptr(),
+            Some(i) => {
+                let value = self.own[i].as_ref().expect("it goes after its last reader");
+                value.as_ref().as_ptr()
+            }
+        };
+        at.wrapping_add(bytes)
+    }
+
+    /// The first element of a value that is written. Memory that is not there yet is taken: for `desc` if the value has its
+    /// own.
+    fn writable(&mut self, value: usize, desc: &TensorDesc) -> windrow::Result<*mut u8> {
+        let Place { value, bytes } = self.of.places[value];
+        let at = match value.checked_sub(self.given.len()) {
+            None => self.given[value].as_ptr().cast_mut(),
+            Some(i) => {
+                let own = &mut self.own[i];
+                let desc = self.of.memory[i].unwrap_or(*desc);
+                let tensor = match own {
+                    Some(tensor) => tensor,
+                    None => own.insert(Placed::output(desc, Device::Cpu)?),
+                };
+                tensor.as_mut()?.as_mut_ptr()
+            }
+        };
+        Ok(at.wrapping_add(bytes))
+    }
 }

@@ -60,7 +60,7 @@ mod _native {
     #[pymodule_export]
     use super::gelu::{gelu, gelu_backward};
     #[pymodule_export]
-    use super::image_step::ImageStep;
+    use super::image_step::{ImageStep, ImageView};
     #[pymodule_export]
     use super::openmp::use_openmp;
     #[pymodule_export]

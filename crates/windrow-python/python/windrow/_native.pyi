@@ -460,19 +460,32 @@ class Conv2dCall:
 
 @final
 class ImageStep:
-    """The mean of an image, its product with a gate or pooling, in f32 and channels-last on the CPU, or the copy of a
-    row-major image to channels-last.
+    """The mean of an image, its product with a gate, a sum, pooling, upsampling or a copy, in f32 and channels-last on the
+    CPU.
 
     With other tensors than those that it was made for, or if PyTorch's dispatcher is needed for them, a call does
     nothing and returns None."""
 
     @staticmethod
-    def of(operation: str, window: Sequence[int], x: A, second: A | None) -> ImageStep | None:
-        """operation: "mean", "sigmoid" or "hardsigmoid" (of `second`, times `x`), "max_pool2d", "avg_pool2d",
-        "channels_last".
-        window: height, width, strides and padding of a pooling. None if other tensors only are computed. Raises
-        ValueError for another operation."""
-    def __call__(self, x: A, second: A | None = None) -> A | None: ...
+    def of(
+        operation: str, window: Sequence[int], x: A, second: A | None = None, out: A | None = None
+    ) -> ImageStep | None:
+        """operation: "mean", "sigmoid" or "hardsigmoid" (of `second`, times `x`), "add" (of `second`), "max_pool2d",
+        "avg_pool2d", "upsample", "copy", and "channels_last", the copy of a row-major image.
+        window: height, width, strides and padding of a pooling; how often an upsampling repeats rows and columns. out:
+        where results are written. None if other tensors only are computed. Raises ValueError for another operation."""
+    def __call__(self, x: A, second: A | None = None, out: A | None = None) -> A | None: ...
+
+@final
+class ImageView:
+    """A value of a sequence that is not computed."""
+
+    @staticmethod
+    def channels(x: Array, first: int, count: int) -> ImageView | None:
+        """Some channels of an image in main memory. None if they do not follow each other."""
+    @staticmethod
+    def memory(like: Array) -> ImageView | None:
+        """Memory like that of a tensor. None if that is not main memory, or has gaps."""
 
 @final
 class Unchanged:
@@ -511,13 +524,13 @@ class Conv2dSequence:
     def __init__(
         self,
         images: int,
-        steps: Sequence[tuple[Conv2dCall | ImageStep, int, int | None]],
+        steps: Sequence[tuple[Conv2dCall | ImageStep | ImageView, int | None, int | None, int | None]],
         results: Sequence[int],
         filters: Sequence[tuple[Array, Array | None]],
     ) -> None:
-        """`steps` are calls, each with the values that it reads: the image, and what a convolution adds or a gate.
-        `filters` are those of the convolutions. Raises ValueError if a step does not fit those before it, or a filter its
-        convolution."""
+        """`steps` are calls, each with the values that it reads, the image, and what a convolution adds, a gate or a second
+        image, and with the value that it writes to. `filters` are those of the convolutions. Raises ValueError if a step
+        does not fit those before it, or a filter its convolution."""
     def __call__(self, images: Sequence[A]) -> list[A] | None: ...
 
 @final

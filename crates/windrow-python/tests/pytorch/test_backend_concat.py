@@ -200,14 +200,15 @@ def test_nothing_is_concatenated(network, copied, by_convolutions, written):
     assert written == [by_convolutions]
 
 
-def test_a_small_image_is_concatenated_as_before(written, monkeypatch):
+@pytest.mark.parametrize(("dtype", "small"), [(torch.float32, 4), (torch.bfloat16, 0)])
+def test_parts_of_a_small_image_are_in_place_if_all_is_one_call(dtype, small, written, monkeypatch):
     monkeypatch.setattr(_concat, "_LEAST", 1 << 17)
-    model = Dense().to(memory_format=LAST).requires_grad_(False)
+    model = Dense().to(dtype, memory_format=LAST).requires_grad_(False)
     with torch.no_grad():
         for size in (12, 160):
             torch._dynamo.reset()
-            compiled(model, "eager")(torch.randn(2, 3, size, size).contiguous(memory_format=LAST))
-    assert written == [0, 4]
+            compiled(model, "eager")(torch.randn(2, 3, size, size).to(dtype, memory_format=LAST))
+    assert written == [small, 4]
 
 
 class Held(nn.Module):

@@ -319,10 +319,10 @@ def test_modules_by_themselves(modules):
     assert call(x[:1], gate) is None and call(x, None) is None and call(x.contiguous(), gate) is None
     with pytest.raises(ValueError, match="operation"):
         _native.ImageStep.of("median", [1] * 6, x, None)
-    for steps, results in [([(call, 0, None)], [2]), ([(call, 0, 1), (call, 2, 2)], [3])]:
+    for steps, results in [([(call, 0, None, None)], [2]), ([(call, 0, 1, None), (call, 2, 2, None)], [3])]:
         with pytest.raises(ValueError, match="fit"):
             _native.Conv2dSequence(2, steps, results, [])
-    one = _native.Conv2dSequence(2, [(call, 0, 1), (call, 2, 1)], [3], [])
+    one = _native.Conv2dSequence(2, [(call, 0, 1, None), (call, 2, 1, None)], [3], [])
     with torch.no_grad():
         (twice,) = one([x, gate])
         assert torch.equal(twice, step(step(x, gate), gate))

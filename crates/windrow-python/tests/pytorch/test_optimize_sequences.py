@@ -221,19 +221,19 @@ def test_steps_that_do_not_fit_are_an_error(made):
         call = up.known(image, None).call
     filters = [(up.weight, up.bias)]
     for steps, results in [
-        ([(call, 0, None), (call, 1, None)], [2]),
-        ([(call, 1, None)], [1]),
-        ([(call, 0, 0)], [1]),
-        ([(call, 0, None)], [0]),
-        ([(call, 0, None)], [1, 1]),
+        ([(call, 0, None, None), (call, 1, None, None)], [2]),
+        ([(call, 1, None, None)], [1]),
+        ([(call, 0, 0, None)], [1]),
+        ([(call, 0, None, None)], [0]),
+        ([(call, 0, None, None)], [1, 1]),
         ([], []),
     ]:
         with pytest.raises(ValueError, match="step"):
             _native.Conv2dSequence(1, steps, results, filters * len(steps))
     for wrong in ([], filters * 2, [(up.weight, None)], [(up.bias, up.weight)], [(up.weight[:, :4], up.bias)]):
         with pytest.raises(ValueError, match="filters"):
-            _native.Conv2dSequence(1, [(call, 0, None)], [1], wrong)
-    one = _native.Conv2dSequence(1, [(call, 0, None)], [1], filters)
+            _native.Conv2dSequence(1, [(call, 0, None, None)], [1], wrong)
+    one = _native.Conv2dSequence(1, [(call, 0, None, None)], [1], filters)
     with torch.no_grad():
         assert torch.equal(one([image])[0], up(image))
         assert one([image[:1]]) is None and one([]) is None and one([image, image]) is None
@@ -256,7 +256,7 @@ def test_filters_that_lie_elsewhere_are_not_read(change, made):
         up = single(fast, 0)
         up(image)
         call, weight, bias = up.known(image, None).call, up.weight, up.bias
-        one = _native.Conv2dSequence(1, [(call, 0, None)], [1], [(weight, bias)])
+        one = _native.Conv2dSequence(1, [(call, 0, None, None)], [1], [(weight, bias)])
         assert one([image]) is not None
         change(weight, bias)
         assert one([image]) is None

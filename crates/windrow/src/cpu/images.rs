@@ -1,14 +1,18 @@
-//! What stands between convolutions of a network: the mean of an image, its product with a gate, pooling, and before the
-//! first one a copy. They are no operators: the Python package computes them in one call with the convolutions around
-//! them.
+//! What stands between convolutions of a network: the mean of an image, its product with a gate, sums of images, pooling,
+//! upsampling and copies. They are no operators: the Python package computes them in one call with the convolutions
+//! around them.
 //!
-//! Images are f32 in channels-last without gaps: the channels of a pixel follow each other, and so do pixels.
+//! Images are f32 in channels-last: the channels of a pixel follow each other, and pixels are a distance apart, the
+//! *pitch*. It is larger than the number of channels where these are a part of the channels of a larger image.
 
 mod channels_last;
+mod pixels;
+mod pool;
 
 use self::channels_last::{Interleave, MOST_CHANNELS};
-use super::math::sigmoid;
-use super::{Isa, Kernel, SendPtr, Simd, dispatch, num_threads, parallel_for};
+use self::pixels::{Copies, Gates, Scale, Sums};
+use self::pool::Pool;
+use super::{Isa, SendPtr, dispatch, num_threads, parallel_for};
 use crate::{DType, Layout, TensorDesc};
 
 /// An operation of an image [n, c, h, w].
@@ -22,6 +26,12 @@ pub enum ImageOperation {
     MaxPool(Window),
     /// The mean of each window, without padding.
     AveragePool(Window),
+    /// The sum with a second image.
+    Add,
+    /// The same image elsewhere.
+    Copy,
+    /// The image with each row and each column repeated so many times.
+    Upsample([usize; 2]),
     /// The copy of a row-major image of few channels: the columns of a channel follow each other, and so do rows.
     ChannelsLast,
 }
@@ -71,6 +81,8 @@ pub struct ImageStep {
     /// Height and width of an image and of a result.
     image: [usize; 2],
     result: [usize; 2],
+    /// Those of the image, the second image and the result.
+    pitches: [usize; 3],
     y: TensorDesc,
 }
 
@@ -83,16 +95,27 @@ const TASK: usize = 64 << 10;
 const PART: usize = 1024;
 
 impl ImageStep {
-    /// None if the operation takes other tensors than those described. `second` is that of a gate.
+    /// None if the operation takes other tensors than those described. `second` is a gate's or a sum's. `y`: the result;
+    /// without it, it has no gaps.
     pub fn new(
         operation: ImageOperation,
         x: &TensorDesc,
         second: Option<&TensorDesc>,
+        y: Option<&TensorDesc>,
     ) -> Option<Self> {
         let &[n, c, h, w] = x.shape() else { return None };
         let result = match operation {
             ImageOperation::Mean => [1, 1],
-            ImageOperation::Gate(_) | ImageOperation::ChannelsLast => [h, w],
+            ImageOperation::Gate(_)
+            | ImageOperation::Add
+            | ImageOperation::Copy
+            | ImageOperation::ChannelsLast => [h, w],
+            ImageOperation::Upsample([down, right]) => {
+                if down == 0 || right == 0 {
+                    return None;
+                }
+                [h.checked_mul(down)?, w.checked_mul(right)?]
+            }
             ImageOperation::MaxPool(window) => window.counts([h, w])?,
             ImageOperation::AveragePool(window) => {
                 if window.padding != [0, 0] {
@@ -101,27 +124,34 @@ impl ImageStep {
                 window.counts([h, w])?
             }
         };
-        let fits = match (operation, second) {
-            (ImageOperation::Gate(_), Some(gate)) => {
-                gate.shape() == [n, c, 1, 1] && lies_in(gate, [c, 1, c, c])
-            }
-            (ImageOperation::Gate(_), None) | (_, Some(_)) => false,
-            (_, None) => true,
-        };
         let shape = [n, c, result[0], result[1]];
         let layout = match operation {
             // PyTorch's strides.
             ImageOperation::Mean => Layout::contiguous(&shape),
             _ => Layout::with_order(&shape, &[0, 2, 3, 1]),
         };
-        let y = TensorDesc::new(DType::F32, layout.ok()?);
-        let lies = match operation {
-            ImageOperation::ChannelsLast => {
-                c <= MOST_CHANNELS && lies_in(x, [c * h * w, h * w, w, 1])
-            }
-            _ => lies_in(x, [c * h * w, 1, w * c, c]),
+        let y = match y {
+            Some(y) if *y.shape() != shape => return None,
+            Some(y) => *y,
+            None => TensorDesc::new(DType::F32, layout.ok()?),
         };
-        (fits && lies).then_some(ImageStep { operation, n, c, image: [h, w], result, y })
+        let second = match (operation, second) {
+            (ImageOperation::Gate(_), Some(gate)) => {
+                (gate.shape() == [n, c, 1, 1] && lies_in(gate, [c, 1, c, c])).then_some(c)
+            }
+            (ImageOperation::Add, Some(image)) if image.shape() == x.shape() => pitch(image),
+            (ImageOperation::Gate(_) | ImageOperation::Add, _) | (_, Some(_)) => None,
+            (_, None) => Some(c),
+        };
+        let first = match operation {
+            ImageOperation::ChannelsLast => {
+                let is_ours = c <= MOST_CHANNELS && lies_in(x, [c * h * w, h * w, w, 1]);
+                (is_ours && pitch(&y) == Some(c)).then_some(c)
+            }
+            _ => pitch(x),
+        };
+        let pitches = [first?, second?, pitch(&y)?];
+        Some(ImageStep { operation, n, c, image: [h, w], result, pitches, y })
     }
 
     /// The result.
@@ -131,7 +161,7 @@ impl ImageStep {
 
     /// True if the result may be written over `x`.
     pub fn may_be_in_place(&self) -> bool {
-        matches!(self.operation, ImageOperation::Gate(_))
+        matches!(self.operation, ImageOperation::Gate(_) | ImageOperation::Add)
     }
 
     /// Computes on the default number of threads, with the fastest instruction set.
@@ -156,8 +186,8 @@ impl ImageStep {
         y: *mut f32,
     ) {
         let pixels = self.image[0] * self.image[1];
-        let threads =
-            if self.n * pixels * self.c * size_of::<f32>() < PARALLEL_FROM { 1 } else { threads };
+        let most = (self.n * pixels * self.c).max(self.y.layout.len());
+        let threads = if most * size_of::<f32>() < PARALLEL_FROM { 1 } else { threads };
         if self.y.layout.is_empty() {
             return;
         }
@@ -171,6 +201,11 @@ impl ImageStep {
                     self.pool::<false>(isa, threads, window, x, y)
                 }
                 ImageOperation::ChannelsLast => self.channels_last(isa, threads, x, y),
+                ImageOperation::Add => self.copies(isa, threads, [x, second], y, [1, 1]),
+                ImageOperation::Copy => self.copies(isa, threads, [x, std::ptr::null()], y, [1, 1]),
+                ImageOperation::Upsample(times) => {
+                    self.copies(isa, threads, [x, std::ptr::null()], y, times);
+                }
             }
         }
     }
@@ -184,23 +219,24 @@ impl ImageStep {
     /// As for [`ImageStep::run`].
     unsafe fn mean(&self, isa: Isa, threads: usize, x: *const f32, y: *mut f32) {
         let (c, pixels) = (self.c, self.image[0] * self.image[1]);
+        let [pitch, _, to_pitch] = self.pitches;
         let part = self.pixels().clamp(64, PART);
         let parts = pixels.div_ceil(part);
         let mut sums = vec![0f32; self.n * parts * c];
         let (x, to) = (SendPtr(x.cast_mut()), SendPtr(sums.as_mut_ptr()));
         parallel_for(threads, self.n * parts, |task| {
             let (image, first) = (task / parts, task % parts * part);
+            let at = (image * pixels + first) * pitch;
             // SAFETY: a part of the image, and its own sums.
-            let (x, sums) =
-                unsafe { (x.get().add((image * pixels + first) * c), to.get().add(task * c)) };
-            dispatch(isa, Sums { x, sums, pixels: part.min(pixels - first), c });
+            let (x, sums) = unsafe { (x.get().add(at), to.get().add(task * c)) };
+            dispatch(isa, Sums { x, pitch, sums, pixels: part.min(pixels - first), c });
         });
         for image in 0..self.n {
             for channel in 0..c {
                 let part = |part| sums[(image * parts + part) * c + channel];
                 let sum: f32 = (0..parts).map(part).sum();
                 // SAFETY: an element of the result.
-                unsafe { y.add(image * c + channel).write(sum / pixels as f32) };
+                unsafe { y.add(image * to_pitch + channel).write(sum / pixels as f32) };
             }
         }
     }
@@ -224,11 +260,34 @@ impl ImageStep {
         let (x, y) = (SendPtr(x.cast_mut()), SendPtr(y));
         parallel_for(threads, self.n * parts, |task| {
             let (image, first) = (task / parts, task % parts * part);
-            let at = (image * pixels + first) * c;
+            let (at, pixels) = (image * pixels + first, part.min(pixels - first));
             let gates = gates[image * c..].as_ptr();
+            let pitches = [self.pitches[0], self.pitches[2]];
             // SAFETY: a part of both images.
-            let (x, y) = unsafe { (x.get().add(at), y.get().add(at)) };
-            dispatch(isa, Scale { x, gates, y, pixels: part.min(pixels - first), c });
+            let (x, y) = unsafe { (x.get().add(at * pitches[0]), y.get().add(at * pitches[1])) };
+            dispatch(isa, Scale { x, gates, y, pitches, pixels, c });
+        });
+    }
+
+    /// The image, or the sum of two, with rows and columns repeated.
+    ///
+    /// # Safety
+    /// As for [`ImageStep::run`].
+    unsafe fn copies(
+        &self,
+        isa: Isa,
+        threads: usize,
+        [x, second]: [*const f32; 2],
+        y: *mut f32,
+        times: [usize; 2],
+    ) {
+        let (rows, width) = (self.n * self.result[0], self.image[1]);
+        let part = self.pixels().div_ceil(self.result[1]);
+        let (x, second, y) = (SendPtr(x.cast_mut()), SendPtr(second.cast_mut()), SendPtr(y));
+        parallel_for(threads, rows.div_ceil(part), |task| {
+            let rows = task * part..((task + 1) * part).min(rows);
+            let (x, y) = ([x.get().cast_const(), second.get()], y.get());
+            dispatch(isa, Copies { x, y, pitches: self.pitches, rows, width, times, c: self.c });
         });
     }
 
@@ -266,193 +325,29 @@ impl ImageStep {
         parallel_for(threads, rows.div_ceil(part), |task| {
             let rows = task * part..((task + 1) * part).min(rows);
             let (x, y) = (x.get().cast_const(), y.get());
-            dispatch(isa, Pool::<MAX> { window, x, y, image, result, c: self.c, rows });
+            let pitches = [self.pitches[0], self.pitches[2]];
+            dispatch(isa, Pool::<MAX> { window, x, y, pitches, image, result, c: self.c, rows });
         });
     }
+}
+
+/// The pitch of an image in f32 whose pixels are equally far apart.
+fn pitch(desc: &TensorDesc) -> Option<usize> {
+    let &[n, c, h, w] = desc.shape() else { return None };
+    let counts = [n, c, h, w];
+    // Of dimensions of several elements, the pixels that lie between two.
+    let between = [h * w, 0, w, 1];
+    let distance = |d: usize| usize::try_from(desc.strides()[d]).ok()?.checked_div(between[d]);
+    let several = [3, 2, 0].into_iter().find(|&d| counts[d] > 1);
+    let pitch = several.map_or(Some(c), distance)?;
+    let strides = [h.checked_mul(w)?.checked_mul(pitch)?, 1, w.checked_mul(pitch)?, pitch];
+    (pitch >= c && lies_in(desc, strides)).then_some(pitch)
 }
 
 /// True for an image in f32 with these strides. Those of dimensions of one element do not matter.
 fn lies_in(desc: &TensorDesc, strides: [usize; 4]) -> bool {
     let lies = |d: usize| desc.shape()[d] < 2 || desc.strides()[d] == strides[d] as isize;
     desc.dtype == DType::F32 && (desc.layout.is_empty() || (0..4).all(lies))
-}
-
-/// Loads `n <= LANES` elements. # Safety: they are readable.
-#[inline(always)]
-unsafe fn load<S: Simd>(s: S, from: *const f32, n: usize) -> S::F32 {
-    // SAFETY: passed on.
-    unsafe { if n < S::LANES { s.load_first(from, n) } else { s.load(from) } }
-}
-
-/// Stores `n <= LANES` elements. # Safety: they are writable.
-#[inline(always)]
-unsafe fn store<S: Simd>(s: S, to: *mut f32, v: S::F32, n: usize) {
-    // SAFETY: passed on.
-    unsafe { if n < S::LANES { s.store_first(to, v, n) } else { s.store(to, v) } }
-}
-
-/// Adds pixels to the sums of their channels.
-struct Sums {
-    x: *const f32,
-    sums: *mut f32,
-    pixels: usize,
-    c: usize,
-}
-
-impl Kernel for Sums {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let c = self.c;
-        let mut pixel = 0;
-        while pixel < self.pixels {
-            let four = self.pixels - pixel >= 4;
-            // SAFETY: pixels of the part, whose sums are this task's.
-            unsafe {
-                let x = self.x.add(pixel * c);
-                for i in (0..c).step_by(S::LANES) {
-                    let (n, sums) = (S::LANES.min(c - i), self.sums.add(i));
-                    let of = |pixel: usize| load(s, x.add(pixel * c + i), n);
-                    let sum = match four {
-                        true => s.add(s.add(of(0), of(1)), s.add(of(2), of(3))),
-                        false => of(0),
-                    };
-                    store(s, sums, s.add(load(s, sums, n), sum), n);
-                }
-            }
-            pixel += if four { 4 } else { 1 };
-        }
-    }
-}
-
-/// The activations of gates.
-struct Gates {
-    gate: Gate,
-    from: *const f32,
-    to: *mut f32,
-    len: usize,
-}
-
-impl Kernel for Gates {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        for i in (0..self.len).step_by(S::LANES) {
-            let n = S::LANES.min(self.len - i);
-            // SAFETY: elements of the gates.
-            unsafe {
-                let x = load(s, self.from.add(i), n);
-                let y = match self.gate {
-                    Gate::Sigmoid => sigmoid(s, x),
-                    Gate::HardSigmoid => {
-                        let clamped = s.max(s.zero(), s.add(x, s.splat(3.0)));
-                        s.div(s.min(s.splat(6.0), clamped), s.splat(6.0))
-                    }
-                };
-                store(s, self.to.add(i), y, n);
-            }
-        }
-    }
-}
-
-/// Multiplies the channels of pixels by gates.
-struct Scale {
-    x: *const f32,
-    gates: *const f32,
-    y: *mut f32,
-    pixels: usize,
-    c: usize,
-}
-
-impl Kernel for Scale {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        for pixel in 0..self.pixels {
-            for i in (0..self.c).step_by(S::LANES) {
-                let (n, at) = (S::LANES.min(self.c - i), pixel * self.c + i);
-                // SAFETY: an element of both images and the gate of its channel.
-                unsafe {
-                    let gate = load(s, self.gates.add(i), n);
-                    store(s, self.y.add(at), s.mul(load(s, self.x.add(at), n), gate), n);
-                }
-            }
-        }
-    }
-}
-
-/// Rows of pooled pixels. `MAX`: the largest of each window, otherwise their mean.
-struct Pool<const MAX: bool> {
-    window: Window,
-    x: *const f32,
-    y: *mut f32,
-    image: [usize; 2],
-    result: [usize; 2],
-    c: usize,
-    /// Of all images together.
-    rows: std::ops::Range<usize>,
-}
-
-impl<const MAX: bool> Kernel for Pool<MAX> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        for row in self.rows.start..self.rows.end {
-            let (image, oh) = (row / self.result[0], row % self.result[0]);
-            let (top, bottom) = self.taps(0, oh);
-            for ow in 0..self.result[1] {
-                let (left, right) = self.taps(1, ow);
-                let at = ((image * self.image[0] + top) * self.image[1] + left) * self.c;
-                // SAFETY: pixels inside the image, and a pixel of this task.
-                unsafe {
-                    let x = self.x.add(at);
-                    let y = self.y.add((row * self.result[1] + ow) * self.c);
-                    self.pixel(s, x, y, [bottom - top, right - left]);
-                }
-            }
-        }
-    }
-}
-
-impl<const MAX: bool> Pool<MAX> {
-    /// The first pixel of a window inside the image, and the one behind its last.
-    #[inline(always)]
-    fn taps(&self, d: usize, index: usize) -> (usize, usize) {
-        let (start, padding) = (index * self.window.stride[d], self.window.padding[d]);
-        let end = (start + self.window.size[d]).saturating_sub(padding).min(self.image[d]);
-        (start.saturating_sub(padding), end)
-    }
-
-    /// # Safety
-    /// `taps` rows and columns of pixels are readable from `x` on, and the channels of a pixel writable at `y`.
-    #[inline(always)]
-    unsafe fn pixel<S: Simd>(&self, s: S, x: *const f32, y: *mut f32, taps: [usize; 2]) {
-        let (c, width) = (self.c, self.image[1] * self.c);
-        for i in (0..c).step_by(S::LANES) {
-            let n = S::LANES.min(c - i);
-            let mut sum = s.splat(if MAX { f32::NEG_INFINITY } else { 0.0 });
-            for row in 0..taps[0] {
-                for column in 0..taps[1] {
-                    // SAFETY: promised by the caller.
-                    let x = unsafe { load(s, x.add(row * width + column * c + i), n) };
-                    sum = match MAX {
-                        // The second of `max` if either is NaN.
-                        true => s.select(s.is_nan(sum), sum, s.max(sum, x)),
-                        false => s.add(sum, x),
-                    };
-                }
-            }
-            if !MAX {
-                sum = s.div(sum, s.splat((taps[0] * taps[1]) as f32));
-            }
-            // SAFETY: promised by the caller.
-            unsafe { store(s, y.add(i), sum, n) };
-        }
-    }
 }
 
 #[cfg(test)]

@@ -265,10 +265,11 @@ class FusedConv2d(Remembering):
         run = self._recall((*seen, out.stride()), self.weight, self.bias, find).run
         return run is not None and run(input, residual, out) is not None
 
-    def known(self, input: Tensor, residual: Tensor | None) -> Way | None:
+    def known(self, input: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Way | None:
         """The function for tensors like these, if an earlier call found one for good."""
         _, _, remembered = self._remembered
-        found = (remembered or {}).get(_seen(input, residual, self.weight.dim() == 2))
+        seen = _seen(input, residual, self.weight.dim() == 2)
+        found = (remembered or {}).get(seen if out is None else (*seen, out.stride()))
         return None if found is None else found.run
 
     def _found(

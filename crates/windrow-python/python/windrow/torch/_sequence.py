@@ -3,10 +3,12 @@ a small convolution can cost as much as computing it."""
 
 import itertools
 import operator
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 from torch.nn.modules import module as modules_of_torch
 
@@ -17,33 +19,132 @@ from windrow.torch._image_step import ImageStep
 from windrow.torch._precision import flags
 from windrow.torch._remembering import REMEMBERED, Remembering
 
-# The image that a module reads, and what a convolution adds or the gate.
-Step = tuple[int, int | None]
+_aten = torch.ops.aten
+
+
+class Channels(NamedTuple):
+    """Some channels of a value."""
+
+    first: int
+    count: int
+
+    def of(self, x: Tensor) -> Tensor:
+        return x.narrow(1, *self)
+
+    def known(self, x: Tensor) -> Any:
+        return _native.ImageView.channels(x, *self)
+
+
+class Memory(NamedTuple):
+    """Memory to which several steps write: its sizes, strides and type."""
+
+    sizes: Several[int]
+    strides: Several[int]
+    dtype: torch.dtype
+
+    def of(self, _: None) -> Tensor:
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype)
+
+    def known(self, _: None) -> Any:
+        return _native.ImageView.memory(self.of(None))
+
+
+class Step(NamedTuple):
+    """What computes a value, or where it lies; the numbers of the values that it reads and writes to."""
+
+    # The name of a module.
+    by: str | Channels | Memory
+    image: int | None
+    # What a convolution adds, a gate, or the second image of a sum.
+    second: int | None = None
+    place: int | None = None
+
+    @property
+    def values(self) -> list[int]:
+        return [value for value in self[1:] if value is not None]
+
+
+class _Place(NamedTuple):
+    """Where a value lies: in the memory of another one, from this channel on."""
+
+    value: int
+    first: int
+
+
+def _places(images: int, steps: Several[Step]) -> list[_Place]:
+    places = [_Place(value, 0) for value in range(images)]
+    for step in steps:
+        place = _Place(len(places), 0)
+        if isinstance(step.by, Channels):
+            value, first = places[step.image or 0]
+            place = _Place(value, first + step.by.first)
+        elif step.place is not None:
+            place = places[step.place]
+        places.append(place)
+    return places
 
 
 def in_sequences(traced: fx.GraphModule) -> None:
     """Replaces consecutive convolutions and image steps by one node, whose module holds theirs."""
     graph, modules = traced.graph, dict(traced.named_modules())
-    kinds: tuple[Any, ...] = (FusedConv2d, ImageStep)
-    # Convolutions that write to a buffer have a third argument.
-    is_ours = lambda n: n.op == "call_module" and type(modules.get(n.target)) in kinds and len(n.args) < 3
+    is_ours = lambda n: _view(n) is not None or _is_computed(n, modules)
     groups = [[*nodes] for ours, nodes in itertools.groupby(graph.nodes, is_ours) if ours]
-    for number, nodes in enumerate(nodes for nodes in groups if len(nodes) > 1):
-        images = [*dict.fromkeys(a for node in nodes for a in node.args if a not in nodes)]
-        results = [node for node in nodes if any(user not in nodes for user in node.users)]
-        value = {node: i for i, node in enumerate([*images, *nodes])}
-        steps = [(value[n.args[0]], value[n.args[1]] if len(n.args) > 1 else None) for n in nodes]
-        name, held = f"convolutions_{number}", {node.target: traced._modules.pop(node.target) for node in nodes}
-        traced.add_module(name, Sequence(held, len(images), steps, [value[node] for node in results]))
+    groups = [nodes for nodes in groups if len(nodes) > 1 and any(_is_computed(n, modules) for n in nodes)]
+    for number, nodes in enumerate(groups):
+        images = [*dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in nodes)]
+        order = [*images, *nodes]
+        value = {node: i for i, node in enumerate(order)}
+        steps = [Step(_view(n) or str(n.target), *(value.get(a) for a in _values(n))) for n in nodes]  # type: ignore[misc]
+        places = _places(len(images), steps)
+        read = [node for node in nodes if any(user not in nodes for user in node.users)]
+        # Whoever reads channels reads them in the memory that they are in.
+        results = sorted({own for node in read if (own := places[value[node]].value) >= len(images)})
+        name = f"convolutions_{number}"
+        held = {n.target: traced._modules.pop(n.target) for n in nodes if n.op == "call_module"}
+        traced.add_module(name, Sequence(held, len(images), steps, results))
         with graph.inserting_before(nodes[0]):
             call = graph.call_module(name, (*images,))
-            for i, node in enumerate(results):
-                result = call if len(results) == 1 else graph.call_function(operator.getitem, (call, i))
-                node.replace_all_uses_with(result)
+            returned = dict(enumerate(images))
+            for i, own in enumerate(results):
+                returned[own] = call if len(results) == 1 else graph.call_function(operator.getitem, (call, i))
+            for node in read:
+                own, first = places[value[node]]
+                new = returned[own]
+                if own != value[node]:
+                    count = node.meta["val"].shape[1]
+                    new = graph.call_function(_aten.slice.Tensor, (new, 1, first, first + count))
+                node.replace_all_uses_with(new, lambda user, nodes=nodes: user not in nodes)
         for node in reversed(nodes):
             graph.erase_node(node)
     graph.lint()
     traced.recompile()
+
+
+def _is_computed(node: fx.Node, modules: dict[str, Any]) -> bool:
+    return node.op == "call_module" and type(modules.get(str(node.target))) in (FusedConv2d, ImageStep)
+
+
+def _values(node: fx.Node) -> Iterable[Any]:
+    """The values that a node reads and writes to, as those of a step."""
+    if node.op == "call_module":
+        return node.args
+    return node.args[:1] if node.target is _aten.slice.Tensor else (None,)
+
+
+def _view(node: fx.Node) -> Channels | Memory | None:
+    """Where a value lies that a node does not compute."""
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) or made.dim() != 4 or made.device.type != "cpu" or node.kwargs.get("layout"):
+        return None
+    if not all(isinstance(n, int) for n in (*made.shape, *made.stride())):
+        return None
+    if node.target is _aten.empty_strided.default:
+        return Memory((*made.shape,), (*made.stride(),), made.dtype)
+    if node.target is _aten.slice.Tensor and node.args[1:2] == (1,) and len(node.args) < 5 and not node.kwargs:
+        first = node.args[2] if len(node.args) > 2 else 0
+        if isinstance(first, int) and first >= 0 and made.shape[1] > 0 and made.stride()[1] == 1:
+            return Channels(first, made.shape[1])
+    return None
 
 
 @dataclass(frozen=True)
@@ -58,6 +159,8 @@ class _Stage:
     call: _native.Conv2dSequence | None = None
     images: Several[int] = ()
     results: Several[int] = ()
+    # The values that are channels of these, and are read later.
+    parts: Several[int] = ()
 
 
 class Sequence(Remembering):
@@ -69,13 +172,15 @@ class Sequence(Remembering):
 
     FOUND_OUT = ("_stages",)
 
-    def __init__(self, modules: dict[str, Any], images: int, steps: list[Step], results: list[int]) -> None:
+    def __init__(self, modules: dict[str, Any], images: int, steps: Several[Step], results: Several[int]) -> None:
         super().__init__()
         self._modules.update(modules)
         self.images, self.steps, self.results = images, steps, results
-        last = {value: i for i, step in enumerate(steps) for value in step}
-        gone = lambda i: [v for v in steps[i] if v is not None and last[v] == i and v not in results]
-        # For each module, the values that no later one reads.
+        self.places = _places(images, steps)
+        own = lambda value: self.places[value].value
+        last = {own(value): i for i, step in enumerate(steps) for value in step.values}
+        # For each step, the values whose memory no later one reads.
+        gone = lambda i: [v for v, (at, _) in enumerate(self.places) if last.get(at) == i and at not in results]
         self.last_read = [gone(i) for i in range(len(steps))]
         self.eval()
 
@@ -112,16 +217,19 @@ class Sequence(Remembering):
 
     def _call(self, stage: _Stage, values: list[Any], found: list[Way | None] | None) -> None:
         """Calls modules one by one. `found` collects the function that each has found for good."""
-        modules: list[Any] = [*self._modules.values()]
         for i in range(stage.first, stage.last):
-            image, added = self.steps[i]
-            x, residual = values[image], None if added is None else values[added]
+            by, *numbers = self.steps[i]
+            x, second, place = (None if number is None else values[number] for number in numbers)
+            more: tuple[Any, ...] = (second,) if place is None else (second, place)
+            module: Any = by if not isinstance(by, str) else self._modules[by]
             y = None
-            if stage.ways and _native.is_plain(x, residual):
-                y = stage.ways[i - stage.first](x, residual)
-            values[self.images + i] = modules[i](x, residual) if y is None else y
+            if not isinstance(by, str):
+                y, more = by.of(x), ()
+            elif stage.ways and _native.is_plain(x, *more):
+                y = stage.ways[i - stage.first](x, *more)
+            values[self.images + i] = module(x, *more) if y is None else y
             if found is not None:
-                found.append(modules[i].known(x, residual))
+                found.append(module.known(x, *more))
             for value in self.last_read[i]:
                 values[value] = None
 
@@ -134,6 +242,9 @@ class Sequence(Remembering):
             return False
         for value, result in zip(stage.results, results, strict=True):
             values[value] = result
+        for value in stage.parts:
+            own, first = self.places[value]
+            values[value] = values[own].narrow(1, first, self._count(value))
         for i in range(stage.first, stage.last):
             for value in self.last_read[i]:
                 values[value] = None
@@ -141,7 +252,7 @@ class Sequence(Remembering):
 
     def _remember(self, seen: Any, ways: list[Any]) -> None:
         is_conv = lambda way: type(way) is Called and type(way.call) is _native.Conv2dCall and way.weight.is_cpu
-        is_call = lambda way: type(way) is _native.ImageStep or is_conv(way)
+        is_call = lambda way: type(way) in (_native.ImageStep, _native.ImageView) or is_conv(way)
         # On CUDA another function may compute a call that goes into a CUDA graph.
         is_on_cpu = all(device.type == "cpu" for _, _, _, device, _ in seen)
         stages = []
@@ -149,7 +260,8 @@ class Sequence(Remembering):
             first, *rest = group
             last = first + len(rest) + 1
             known = ways[first:last] if is_on_cpu else ()
-            stages.append(self._stage(ways, first, last) if is_ours else _Stage(first, last, known))
+            computes = any(isinstance(step.by, str) for step in self.steps[first:last])
+            stages.append(self._stage(ways, first, last) if is_ours and computes else _Stage(first, last, known))
         all_stages = self._keep("_stages", {}) if "_stages" not in self.__dict__ else self._stages
         if len(all_stages) >= REMEMBERED:
             all_stages.clear()
@@ -157,19 +269,26 @@ class Sequence(Remembering):
 
     def _stage(self, ways: list[Any], first: int, last: int) -> _Stage:
         steps, inside = self.steps[first:last], range(self.images + first, self.images + last)
-        images = [*dict.fromkeys(v for step in steps for v in step if v is not None and v not in inside)]
-        read = {*self.results, *(v for step in self.steps[last:] for v in step)}
-        results = [value for value in inside if value in read]
+        images = [*dict.fromkeys(v for step in steps for v in step.values if v not in inside)]
+        read = {*self.results, *(v for step in self.steps[last:] for v in step.values)} & {*inside}
+        results = sorted({own for value in read if (own := self.places[value].value) in inside})
+        parts = [value for value in sorted(read) if self.places[value].value != value]
         number = {value: i for i, value in enumerate([*images, *inside])}
         calls: list[Any] = [way.call if type(way) is Called else way for way in ways[first:last]]
-        numbered = [(number[image], None if second is None else number[second]) for image, second in steps]
-        read_by = [(call, *values) for call, values in zip(calls, numbered, strict=True)]
+        read_by = [(call, *map(number.get, step[1:])) for call, step in zip(calls, steps, strict=True)]
         filters = [(way.weight, way.bias) for way in ways[first:last] if type(way) is Called]
         call = _native.Conv2dSequence(len(images), read_by, [number[value] for value in results], filters)
-        return _Stage(first, last, (), call, images, results)
+        return _Stage(first, last, (), call, images, results, parts)
+
+    def _count(self, value: int) -> int:
+        """The channels of a value that is a part of another one."""
+        step = self.steps[value - self.images]
+        if isinstance(step.by, Channels):
+            return step.by.count
+        return self._count(step.place)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
-        return f"{len(self.steps)} of the convolutions and image steps"
+        return f"{len(self._modules)} of the convolutions and image steps"
 
 
 def _is_seen_by_hooks() -> bool:

@@ -16,7 +16,7 @@ from windrow.torch.backend._convolutions import to_windrows
 from windrow.torch.backend._fold import fold
 from windrow.torch.backend._fuse import fuse, results
 from windrow.torch.backend._group_norm import by_channels
-from windrow.torch.backend._image_steps import image_steps_to_modules
+from windrow.torch.backend._image_steps import image_steps_to_modules, steps
 from windrow.torch.backend._layout import lay_out_images, to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions, means_to_convolutions
 from windrow.torch.backend._memory import Memory
@@ -115,7 +115,7 @@ class _Frozen:
         memory.expect()
         folded = fold(graph, constants)
         norms = norms_to_convolutions(graph, constants, options.accuracy) if decompositions is None else 0
-        convolved = lambda: results(graph, constants, decompositions)
+        convolved = lambda: results(graph, constants, decompositions) | (steps(graph) if decompositions is None else set())
         copies = concatenate_in_place(graph, convolved, decompositions is not None)
         fused = fuse(graph, constants, options.accuracy, decompositions, memory, options.report)
         # Inductor fuses more with PyTorch's own.

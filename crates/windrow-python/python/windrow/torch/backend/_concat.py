@@ -20,12 +20,15 @@ from windrow.torch.backend._convolutions import INPUTS, TYPES, VALUE, VIEWS, cal
 from windrow.torch.backend._layout import sees_strides
 
 _aten = torch.ops.aten
-_SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
+SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
 _VIEWS = (_aten.cat.default, getitem, _aten.slice.Tensor, _aten.clone.default)
 _CONVOLUTIONS = (_aten.convolution.default, OPERATORS.conv2d_fused.default)
 # The fewest bytes that are not copied, for each part, if operators are called one by one from Python. Copying so many
-# takes some 25 us on the CPU, and a part's views and call of its own take as long.
+# takes some 25 us on the CPU, and a part's views and call of its own take as long. What is in f32 on the CPU is part of
+# one call instead.
 _LEAST = 1 << 17
+# The windows of these are read from images with gaps as well, if they are part of that call.
+_WINDOWS = {_aten.max_pool2d_with_indices.default, _aten.avg_pool2d.default, _aten.upsample_nearest2d.default}
 # The most convolutions for each part while a buffer is held, as the two of a layer of DenseNet. Parts of a U-Net would
 # hold the memory of the whole concatenation while the levels below are computed.
 _HELD = 2
@@ -45,12 +48,12 @@ def _parts(node: fx.Node, reads: Collection[fx.Node]) -> list[_Part]:
     channels = value(node).shape[1]
     if node in reads:
         pass
-    elif _is_cat(node):
+    elif is_cat(node):
         return _joined(part for n in args[0] for part in _parts(n, reads))
     elif node.target is _aten.clone.default and value(node).stride() == value(args[0]).stride():
         # The concatenation of a single tensor.
         return _parts(args[0], reads)
-    elif node.target is getitem and args[0].target in _SPLITS and _is_of_channels(args[0], 2):
+    elif node.target is getitem and args[0].target in SPLITS and is_of_channels(args[0], 2):
         before = sum(part.shape[1] for part in value(args[0])[: args[1]])
         return _cut(_parts(args[0].args[0], reads), before, before + channels)
     elif node.target is _aten.slice.Tensor and args[1:2] == (1,) and len(args) < 5 and not node.kwargs:
@@ -60,16 +63,16 @@ def _parts(node: fx.Node, reads: Collection[fx.Node]) -> list[_Part]:
     return [_Part(node, 0, channels)]
 
 
-def _is_cat(node: fx.Node) -> bool:
+def is_cat(node: fx.Node) -> bool:
     """True for a concatenation of channels. A part of a single channel has two layouts, and PyTorch may give either to
     the result."""
-    if node.target is not _aten.cat.default or not _is_of_channels(node, 1):
+    if node.target is not _aten.cat.default or not is_of_channels(node, 1):
         return False
     parts: Any = node.args[0]
     return all(_is_image(value(n)) and value(n).shape[1] > 1 for n in parts)
 
 
-def _is_of_channels(node: fx.Node, position: int) -> bool:
+def is_of_channels(node: fx.Node, position: int) -> bool:
     dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
     return dim in (1, -3)
 
@@ -115,7 +118,7 @@ def concatenate_in_place(
 
     results: finds the nodes whose value a convolution can write. is_inductors: Inductor compiles what reads the
     buffers; otherwise PyTorch's operators run one by one."""
-    cats = [node for node in graph.nodes if _is_cat(node) and _layout(node) is not None]
+    cats = [node for node in graph.nodes if is_cat(node) and _layout(node) is not None]
     convolved = results() if cats else ()
     reads, copies = set[fx.Node](), list[fx.Node]()
     for cat in sorted(cats, key=lambda node: -value(node).shape[1]):
@@ -123,6 +126,17 @@ def concatenate_in_place(
             copies += _Buffer(graph, cat, reads, convolved, is_inductors).place()
     graph.eliminate_dead_code()
     return copies
+
+
+def empty(graph: fx.Graph, cat: fx.Node, before: fx.Node) -> fx.Node:
+    """Memory for a concatenation."""
+    like = value(cat)
+    sizes, how = ([*like.shape], [*like.stride()]), {"dtype": like.dtype, "device": like.device}
+    with graph.inserting_before(before):
+        buffer = graph.call_function(_aten.empty_strided.default, sizes, how)
+    with like.fake_mode:
+        buffer.meta["val"] = torch.empty_strided(*sizes, **how)
+    return buffer
 
 
 def _behind(node: fx.Node) -> fx.Node:
@@ -165,17 +179,17 @@ class _Buffer:
 
     def place(self) -> list[fx.Node]:
         """Changes the graph if fewer channels are copied then. Returns the copies."""
-        concatenated = sum(value(n).shape[1] for n in self.at if _is_cat(n) and self._dies(n))
+        concatenated = sum(value(n).shape[1] for n in self.at if is_cat(n) and self._dies(n))
         image = value(self.cat)
         saved = (concatenated - self._copied()) * (image.numel() // image.shape[1]) * image.element_size()
-        if saved <= (0 if self.is_inductors else _LEAST * len(self.parts)):
+        if saved <= (0 if self.is_inductors or self._is_in_sequences() else _LEAST * len(self.parts)):
             return []
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         places = {part.node: _behind(part.node) for part in self.parts}
         first = min(places.values(), key=order.__getitem__)
         if not self._pays([*order][order[first] : order[self.cat]]):
             return []
-        buffer = self._empty(first)
+        buffer = empty(self.graph, self.cat, first)
         own, copies = dict[fx.Node, fx.Node](), list[fx.Node]()
         for (node, begin, end), start in zip(self.parts, self.starts, strict=True):
             given, before = own.get(node, node), places[node]
@@ -191,8 +205,8 @@ class _Buffer:
         for node, read in own.items():
             node.replace_all_uses_with(read, lambda user, node=node: user not in copies and self._moves(node, user))
         self.reads.update(own.values())
-        for node in reversed([*self.at, *(n for n in self.graph.nodes if n.target in _SPLITS)]):
-            if node.target in (*_VIEWS, *_SPLITS) and not node.users:
+        for node in reversed([*self.at, *(n for n in self.graph.nodes if n.target in SPLITS)]):
+            if node.target in (*_VIEWS, *SPLITS) and not node.users:
                 self.graph.erase_node(node)
         return copies
 
@@ -204,8 +218,14 @@ class _Buffer:
             return False
         # On CUDA, PyTorch's own operators read strided images more slowly, such as batch normalisations of DenseNet.
         read = {user.target for node in self.at for user in node.users}
-        known = {"output", _aten.cat.default, _aten.add.Tensor, *_VIEWS, *_SPLITS, *_CONVOLUTIONS}
+        known = {"output", _aten.cat.default, _aten.add.Tensor, *_VIEWS, *SPLITS, *_CONVOLUTIONS}
         return self.is_inductors or value(self.cat).is_cpu or read <= known
+
+    def _is_in_sequences(self) -> bool:
+        """True if steps of a sequence write to the buffer and read it."""
+        image = value(self.cat)
+        is_last = _layout(self.cat) is torch.channels_last
+        return not self.is_inductors and is_last and image.is_cpu and image.dtype == torch.float32
 
     def _copied(self) -> int:
         """The channels that will be copied to the buffer."""
@@ -217,15 +237,6 @@ class _Buffer:
             else:
                 copied += last - first
         return copied
-
-    def _empty(self, before: fx.Node) -> fx.Node:
-        like = value(self.cat)
-        sizes, how = ([*like.shape], [*like.stride()]), {"dtype": like.dtype, "device": like.device}
-        with self.graph.inserting_before(before):
-            buffer = self.graph.call_function(_aten.empty_strided.default, sizes, how)
-        with like.fake_mode:
-            buffer.meta["val"] = torch.empty_strided(*sizes, **how)
-        return buffer
 
     def _slice(self, node: fx.Node, before: fx.Node, first: int, last: int) -> fx.Node:
         return called(self.graph, before, _aten.slice.Tensor, node, 1, first, last)
@@ -247,11 +258,12 @@ class _Buffer:
         if user.target in VIEWS or any(argument.alias_info for argument in user.target._schema.arguments):
             return False
         # Others, such as pooling, copy images with gaps or read them more slowly.
-        return torch.Tag.pointwise in user.target.tags
+        is_window = user.target in _WINDOWS and self._is_in_sequences()
+        return is_window or torch.Tag.pointwise in user.target.tags
 
     def _dies(self, node: fx.Node) -> bool:
         """True if nothing will read a node itself."""
-        if node.target in _SPLITS:
+        if node.target in SPLITS:
             return all(self._dies(part) for part in node.users)
         is_view = node.target in _VIEWS and node in self.at and node not in self.roots
         return is_view and all(self._moves(node, user) for user in node.users)

@@ -1,6 +1,7 @@
 """The pass that makes modules of what stands between convolutions, for graphs whose operators run one by one. Then it
 is part of the call of these convolutions."""
 
+import itertools
 import operator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,9 @@ from torch import Tensor, fx
 
 from windrow.torch._image_step import ImageStep
 from windrow.torch._library import OPERATORS
+from windrow.torch.backend._concat import SPLITS, empty, is_cat, is_of_channels
 from windrow.torch.backend._constants import value
+from windrow.torch.backend._convolutions import called
 from windrow.torch.backend._report import Report, name_of
 
 _aten = torch.ops.aten
@@ -24,21 +27,48 @@ class _Step:
     second: fx.Node | None = None
     # The node before it that is part of it.
     inner: fx.Node | None = None
+    # The channels to which it writes.
+    place: fx.Node | None = None
+
+    @property
+    def given(self) -> tuple[fx.Node | None, ...]:
+        given = self.x, self.second, self.place
+        return given[: 3 if self.place is not None else 2 if self.second is not None else 1]
+
+    @property
+    def read(self) -> list[fx.Node]:
+        return [node for node in (self.x, self.second) if node is not None]
+
+
+def steps(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that may become modules, which can write their results to channels of another image."""
+    return {node for node in graph.nodes if _step(node) is not None}
 
 
 def image_steps_to_modules(module: fx.GraphModule, report: Report | None) -> None:
     """Replaces operations of results of convolutions, or of such operations, by modules of the graph."""
     graph, made = module.graph, set[fx.Node]()
     fused = {node for node in graph.nodes if node.target is OPERATORS.conv2d_fused.default}
+    written = {node for node in graph.nodes if node.target is OPERATORS.conv2d_into.default}
+    if fused | written:
+        _slice_splits(graph)
+        _copy_parts(graph)
     named, done = {name_of(node) for node in fused}, dict[str, list[str]]()
+    is_ours = lambda x: x in fused | made or x.target is _aten.slice.Tensor
     for node in [*graph.nodes]:
-        step = _copy(node, fused) or _step(node)
-        if step is None or (step.x not in fused | made and step.module.operation != "channels_last"):
+        step = _copy(node, fused | written) or _to_place(node) or _step(node)
+        if step is None or not (step.module.operation in ("channels_last", "copy") or any(map(is_ours, step.read))):
             continue
-        target = f"step_{len(made)}"
-        module.add_module(target, step.module)
+        target, given, operation = f"step_{len(made)}", step.given, step.module.operation
+        before: Any = step.x
+        is_before = operation == "copy" and before in made and len(before.users) == 1
+        if is_before:
+            # What computes the image writes it to its place.
+            target, given = str(before.target), (*before.args, None)[:2] + given[2:]
+        else:
+            module.add_module(target, step.module)
         with graph.inserting_before(node):
-            new = graph.call_module(target, (step.x,) if step.second is None else (step.x, step.second))
+            new = graph.call_module(target, given)
         new.meta["val"] = value(node)
         made.add(new)
         if value(node).dim() == 4:
@@ -48,16 +78,56 @@ def image_steps_to_modules(module: fx.GraphModule, report: Report | None) -> Non
             first = next(user for user in graph.nodes if user in node.users)
             with graph.inserting_before(first):
                 node.replace_all_uses_with(graph.call_function(_aten.squeeze.dims, (new, [2, 3])))
-        for gone in (node, step.inner):
+        for gone in (node, step.inner, before if is_before else None):
             if gone is not None:
                 graph.erase_node(gone)
-        operation = step.module.operation
-        if operation == "channels_last":
-            continue
-        done.setdefault(name_of(node), []).append(operation if step.second is None else f"product with {operation}")
+        if operation not in ("channels_last", "copy"):
+            told = f"product with {operation}" if operation in _GATES.values() else operation
+            done.setdefault(name_of(node), []).append(told)
     for name, what in done.items():
         if report is not None and name and name not in named:
             report.fused(name, ", ".join(what))
+
+
+def _slice_splits(graph: fx.Graph) -> None:
+    """Replaces the parts of splits of channels by slices."""
+    for node in [*graph.nodes]:
+        if node.target not in SPLITS or not _is_image(node.args[0]) or not is_of_channels(node, 2):
+            continue
+        image: Any = node.args[0]
+        starts = [*itertools.accumulate((part.shape[1] for part in value(node)), initial=0)]
+        for part in [*node.users]:
+            i: Any = part.args[1]
+            new = called(graph, part, _aten.slice.Tensor, image, 1, starts[i], starts[i + 1])
+            part.replace_all_uses_with(new)
+            graph.erase_node(part)
+        graph.erase_node(node)
+
+
+def _copy_parts(graph: fx.Graph) -> None:
+    """Replaces concatenations of channels by memory to which their parts are copied."""
+    for node in [*graph.nodes]:
+        if not is_cat(node) or not _is_dense(node) or not all(_is_image(part) for part in node.args[0]):
+            continue
+        memory, first = empty(graph, node, node), 0
+        parts: Any = node.args[0]
+        for part in parts:
+            last = first + value(part).shape[1]
+            place = called(graph, node, _aten.slice.Tensor, memory, 1, first, last)
+            called(graph, node, _aten.copy_.default, place, part)
+            first = last
+        node.replace_all_uses_with(memory)
+        graph.erase_node(node)
+
+
+def _to_place(node: fx.Node) -> _Step | None:
+    """The step that copies an image to channels of another one."""
+    if node.target is not _aten.copy_.default:
+        return None
+    place, image = node.args[0], node.args[1]
+    if not _is_image(place) or not _is_image(image) or value(place).shape != value(image).shape:
+        return None
+    return _Step(ImageStep("copy"), image, place=place)  # type: ignore[arg-type]
 
 
 def _step(node: fx.Node) -> _Step | None:
@@ -70,6 +140,11 @@ def _step(node: fx.Node) -> _Step | None:
         return _Step(ImageStep("mean"), args[0]) if is_of_image else None
     if node.target is _aten.mul.Tensor:
         return _gated(args[0], args[1]) or _gated(args[1], args[0])
+    if node.target is _aten.add.Tensor:
+        are_alike = _is_dense(node) and all(_is_image(n) and value(n).shape == value(node).shape for n in args)
+        return _Step(ImageStep("add"), *args) if are_alike else None
+    if node.target is _aten.upsample_nearest2d.default:
+        return _repeated(node, *args)
     if node.target is _aten.avg_pool2d.default:
         return _average(*args)
     if node.target is operator.getitem and args[1] == 0 and args[0].target is _aten.max_pool2d_with_indices.default:
@@ -130,6 +205,28 @@ def _average(
 def _pooled(operation: str, x: Any, size: Any, stride: Any, padding: Any) -> _Step | None:
     window = *_pair(size), *_pair(stride or size), *_pair(padding)
     return _Step(ImageStep(operation, window), x) if _is_image(x) else None
+
+
+def _repeated(node: fx.Node, x: Any, _: Any, *scales: float | None) -> _Step | None:
+    """The step of an upsampling. PyTorch multiplies positions by an inverse, which is exact for powers of two."""
+    if not _is_image(x) or not _is_dense(node):
+        return None
+    before, after = value(x).shape[2:], value(node).shape[2:]
+    times = [large // small for large, small in zip(after, before, strict=True)]
+    are_whole = [n * small for n, small in zip(times, before, strict=True)] == [*after]
+    are_meant = all(scale in (None, n) for scale, n in zip(scales, times, strict=False))
+    if not are_whole or not are_meant or any(n not in (1, 2, 4, 8) for n in times):
+        return None
+    return _Step(ImageStep("upsample", (*times, 1, 1, 0, 0)), x)
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """True for an image of fixed sizes in channels-last without gaps, whose strides can be those of no other layout."""
+    if not _is_image(node) or not all(isinstance(n, int) for n in value(node).shape):
+        return False
+    _, channels, height, width = value(node).shape
+    is_dense: bool = value(node).is_contiguous(memory_format=torch.channels_last)
+    return is_dense and channels > 1 and height * width > 1
 
 
 def _pair(of: Any) -> tuple[int, int]:
