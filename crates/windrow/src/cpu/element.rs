@@ -11,6 +11,11 @@ pub(crate) trait SimdElement: Element {
     /// # Safety
     /// `LANES` elements are readable at `p`.
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32;
+    /// A vector of one element in all lanes.
+    ///
+    /// # Safety
+    /// It is readable at `p`.
+    unsafe fn splat<S: Simd>(s: S, p: *const Self) -> S::F32;
     /// Stores a vector, rounded to nearest even.
     ///
     /// # Safety
@@ -50,6 +55,11 @@ pub(crate) trait SimdElement: Element {
 }
 
 impl SimdElement for f32 {
+    #[inline(always)]
+    unsafe fn splat<S: Simd>(s: S, p: *const Self) -> S::F32 {
+        // SAFETY: passed on.
+        s.splat(unsafe { p.read() })
+    }
     #[inline(always)]
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
         // SAFETY: passed on.
@@ -101,13 +111,18 @@ impl SimdElement for f32 {
 }
 
 macro_rules! half_element {
-    ($t:ident, $load:ident, $store:ident, $stream:ident, $load2:ident, $store2:ident, {$($more:item)*}) => {
+    ($t:ident, $load:ident, $splat:ident, $store:ident, $stream:ident, $load2:ident, $store2:ident, {$($more:item)*}) => {
         impl SimdElement for $t {
             $($more)*
             #[inline(always)]
             unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
                 // SAFETY: passed on.
                 unsafe { s.$load(p) }
+            }
+            #[inline(always)]
+            unsafe fn splat<S: Simd>(s: S, p: *const Self) -> S::F32 {
+                // SAFETY: passed on.
+                unsafe { s.$splat(p) }
             }
             #[inline(always)]
             unsafe fn store<S: Simd>(s: S, p: *mut Self, v: S::F32) {
@@ -159,8 +174,8 @@ macro_rules! half_element {
     };
 }
 
-half_element!(f16, load_f16, store_f16, stream_f16, load2_f16, store2_f16, {});
-half_element!(bf16, load_bf16, store_bf16, stream_bf16, load2_bf16, store2_bf16, {
+half_element!(f16, load_f16, splat_f16, store_f16, stream_f16, load2_f16, store2_f16, {});
+half_element!(bf16, load_bf16, splat_bf16, store_bf16, stream_bf16, load2_bf16, store2_bf16, {
     #[inline(always)]
     unsafe fn store2_numbers<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]) {
         // SAFETY: passed on.

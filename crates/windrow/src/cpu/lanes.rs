@@ -68,7 +68,12 @@ impl Simd for Lanes {
     type Table = &'static [f32; 32];
     const FAST_LOOKUP: bool = false;
     type Square = [[f32; N]; N];
+    type Half = Self;
 
+    #[inline(always)]
+    fn half(self) -> Self {
+        self
+    }
     #[inline(always)]
     fn outlined<K: Kernel>(self, kernel: K) -> K::Output {
         with_lanes(self, kernel)

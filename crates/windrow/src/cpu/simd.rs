@@ -42,6 +42,9 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     const IS_SMALL: bool = false;
     /// A square matrix of `LANES` vectors.
     type Square: Copy + AsRef<[Self::F32]> + AsMut<[Self::F32]>;
+    /// The set with vectors of half the length; this set itself if there is none.
+    type Half: Simd;
+    fn half(self) -> Self::Half;
 
     /// Runs a kernel by a function call, so that its code is compiled once for the set and not inlined wherever it is
     /// used.
@@ -79,6 +82,21 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// Loads `LANES` f16 as f32.
     /// # Safety: they are readable at `p`.
     unsafe fn load_f16(self, p: *const f16) -> Self::F32;
+    /// A vector of one f16 in all lanes.
+    /// # Safety: it is readable at `p`.
+    #[inline(always)]
+    unsafe fn splat_f16(self, p: *const f16) -> Self::F32 {
+        // SAFETY: passed on.
+        self.splat(unsafe { p.read() }.to_f32())
+    }
+    /// A vector of one bf16 in all lanes.
+    /// # Safety: it is readable at `p`.
+    #[inline(always)]
+    unsafe fn splat_bf16(self, p: *const bf16) -> Self::F32 {
+        // SAFETY: passed on.
+        let bits = u32::from(unsafe { p.read() }.to_bits());
+        self.splat(f32::from_bits(bits << 16))
+    }
     /// Stores a vector as f16, rounded to nearest even.
     /// # Safety: `LANES` f16 are writable at `p`.
     unsafe fn store_f16(self, p: *mut f16, v: Self::F32);
@@ -391,6 +409,8 @@ mod tests {
             s.store_bf16(g.as_mut_ptr(), va);
             same("f16", lane0(s, s.load_f16(h.as_ptr())), f16::from_f32(a).to_f32());
             same("bf16", lane0(s, s.load_bf16(g.as_ptr())), bf16::from_f32(a).to_f32());
+            same("splat f16", lane0(s, s.splat_f16(h.as_ptr())), f16::from_f32(a).to_f32());
+            same("splat bf16", lane0(s, s.splat_bf16(g.as_ptr())), bf16::from_f32(a).to_f32());
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::method::{Method, Task};
 use super::winograd::{FUSED_TILE, Products, StagedMethod, best_tile, one_pass_pays};
-use super::{IM2COL, amx, bf16_pairs, runs};
+use super::{IM2COL, amx, bf16_pairs, grouped, runs};
 use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::spec::is_channels_last;
 use crate::cpu::MAX_LANES;
@@ -60,6 +60,9 @@ pub(crate) fn choose(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
     }
     if amx::pays(task, filter) || by_runs && p.k * p.taps() <= RUN_FILTER {
         return Conv2dAlgorithm::Direct;
+    }
+    if grouped::pays(task) {
+        return Conv2dAlgorithm::DirectGrouped;
     }
     // With few input channels the im2col matrix is many times the input.
     if p.c_group() <= 8 && p.r * p.s > 1 && row_major {
@@ -267,6 +270,46 @@ mod tests {
                 let runs = runs && !sums(isa, dtype);
                 assert_eq!(chosen == Conv2dAlgorithm::Direct, runs, "{isa:?} {spec:?}: {chosen}");
             }
+        }
+    }
+
+    /// 3x3 filters with so many channels in a group that vectors hold them, and half vectors the rest.
+    #[test]
+    fn groups_are_summed_directly() {
+        let chosen = |isa, dtype, [c, groups, side, r, stride]: [usize; 5], order| {
+            let w = TensorDesc::contiguous(dtype, &[c, c / groups, r, r]).unwrap();
+            let x = Layout::with_order(&[1, c, side, side], order).unwrap();
+            let (stride, padding) = ([stride; 2], [r / 2; 2]);
+            let params = Conv2dParams { groups, stride, padding, ..Default::default() };
+            let spec = Conv2dSpec::new(TensorDesc::new(dtype, x), w, &params).unwrap();
+            choose(&spec, isa, Filter::Kept) == Conv2dAlgorithm::DirectGrouped
+        };
+        let last = &[0, 2, 3, 1];
+        for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles()) {
+            let sums = cfg!(target_arch = "x86_64") && !isa.is_small();
+            let wide = sums && isa.name().starts_with("avx512");
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let f16 = dtype == DType::F16;
+                for (layer, want) in [
+                    ([336, 14, 14, 3, 1], sums),
+                    ([336, 14, 14, 3, 2], sums),
+                    ([888, 37, 7, 3, 1], sums),
+                    ([160, 4, 28, 3, 1], wide || sums && !f16),
+                    ([256, 4, 28, 3, 1], wide),
+                    ([256, 4, 28, 3, 2], wide && !f16),
+                    ([100, 5, 28, 3, 1], false),
+                    ([336, 14, 14, 1, 1], false),
+                    ([336, 14, 14, 5, 1], false),
+                    ([336, 14, 14, 3, 3], false),
+                    ([336, 14, 6, 3, 1], false),
+                ] {
+                    assert_eq!(chosen(isa, dtype, layer, last), want, "{isa:?} {layer:?}");
+                }
+                assert!(!chosen(isa, dtype, [336, 14, 14, 3, 1], &[0, 1, 2, 3]));
+            }
+            // Pixels lie whole pages apart.
+            assert_eq!(chosen(isa, DType::F32, [1024, 32, 14, 3, 1], last), sums);
+            assert!(!chosen(isa, DType::F32, [1024, 32, 14, 3, 2], last));
         }
     }
 

@@ -285,6 +285,7 @@ mod tests {
             ([16, 90, 9], vec![one(32, NONE), (32, 3, 1, 3, 32, NONE, false), one(32, NONE)]),
             ([16, 64, 9], vec![one(32, NONE), (16, 1, 2, 1, 1, NONE, true)]),
             ([16, 40, 9], vec![one(64, RELU6), (64, 3, 1, 1, 4, RELU6, false), one(16, NONE)]),
+            ([16, 40, 9], vec![one(48, RELU6), (48, 3, 1, 1, 2, RELU6, false), one(16, NONE)]),
             ([32, 40, 9], vec![depthwise(32, 7, 1), depthwise(32, 3, 2), depthwise(32, 5, 1)]),
         ] {
             let x = numbers(channels_last(&[1, image[0], image[1], image[2]]), 7);

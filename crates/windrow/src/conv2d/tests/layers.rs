@@ -65,3 +65,40 @@ fn few_channels() {
     layer([1, 6, 5, 3000], [33, 3], [1, 1], 1);
     layer([2, 1, 9, 40], [32, 5], [1, 2], 1);
 }
+
+/// Whole vectors of a group's channels and half ones, widths around those that are summed at once, neighbouring columns at
+/// the steps that are constants and others.
+#[test]
+fn groups_of_half_vectors() {
+    let dtypes = [DType::F32, DType::F16, DType::F32, DType::BF16];
+    let mut checked = 0;
+    for [c, k] in [[24, 24], [40, 40], [8, 8], [56, 56], [3, 24]] {
+        for (w, width) in [1, 3, 7, 9, 29].into_iter().enumerate() {
+            for (i, [stride, padding, dilation]) in
+                [[1, 1, 1], [2, 1, 1], [2, 0, 1], [1, 1, 2], [2, 2, 2]].into_iter().enumerate()
+            {
+                let params = Conv2dParams {
+                    stride: [stride; 2],
+                    padding: [padding; 2],
+                    dilation: [dilation; 2],
+                    groups: 3,
+                    activation: [Activation::Relu, Activation::Silu][(w + i) % 2],
+                    ..Default::default()
+                };
+                let last = [Arrangement::ChannelsLast, Arrangement::Reversed][i % 2];
+                let case = Case {
+                    x: [1 + i % 2, 3 * c, 3 + (w + i) % 3, width],
+                    filter: [3 * k, 3, 3],
+                    params,
+                    dtype: dtypes[(checked + w) % 4],
+                    bias: [Some(DType::F32), None][(w + i) % 3 % 2],
+                    forms: [last, Arrangement::Nchw, last],
+                };
+                let Ok(spec) = case.spec() else { continue };
+                case.check_algorithms(&spec, &[Conv2dAlgorithm::DirectGrouped]);
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 80, "{checked}");
+}

@@ -65,7 +65,12 @@ impl Simd for Avx2 {
     // Gathers cost several cycles for each lane on many cores.
     const FAST_LOOKUP: bool = false;
     type Square = [__m256; 8];
+    type Half = Self;
 
+    #[inline(always)]
+    fn half(self) -> Self {
+        self
+    }
     #[inline(always)]
     fn outlined<K: Kernel>(self, kernel: K) -> K::Output {
         call_avx2(self, kernel)
@@ -139,6 +144,18 @@ impl Simd for Avx2 {
         isa!({
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn splat_f16(self, p: *const f16) -> __m256 {
+        isa!(_mm256_cvtph_ps(_mm_set1_epi16(p.cast::<i16>().read())))
+    }
+    #[inline(always)]
+    unsafe fn splat_bf16(self, p: *const bf16) -> __m256 {
+        isa!({
+            let both = _mm256_set1_epi16(p.cast::<i16>().read());
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(both))
         })
     }
 

@@ -8,17 +8,16 @@ use std::arch::x86_64::*;
 
 /// AVX-512 F, BW, DQ, VL, CD with FMA and F16C, which every server core with AVX-512 has had since 2017.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512(Avx2);
 
 impl Avx512 {
     pub(crate) fn detect() -> Option<Self> {
-        let has = Avx2::detect().is_some()
-            && is_x86_feature_detected!("avx512f")
+        let has = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
             && is_x86_feature_detected!("avx512cd");
-        has.then_some(Avx512(()))
+        Avx2::detect().filter(|_| has).map(Avx512)
     }
 }
 
@@ -85,7 +84,12 @@ impl Simd for Avx512 {
     type Table = [__m512; 2];
     const FAST_LOOKUP: bool = true;
     type Square = [__m512; 16];
+    type Half = Avx2;
 
+    #[inline(always)]
+    fn half(self) -> Avx2 {
+        self.0
+    }
     #[inline(always)]
     fn outlined<K: Kernel>(self, kernel: K) -> K::Output {
         call_avx512(self, kernel)
@@ -165,6 +169,17 @@ impl Simd for Avx512 {
         isa!({
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        })
+    }
+    #[inline(always)]
+    unsafe fn splat_f16(self, p: *const f16) -> __m512 {
+        isa!(_mm512_cvtph_ps(_mm256_set1_epi16(p.cast::<i16>().read())))
+    }
+    #[inline(always)]
+    unsafe fn splat_bf16(self, p: *const bf16) -> __m512 {
+        isa!({
+            let both = _mm512_set1_epi16(p.cast::<i16>().read());
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(both))
         })
     }
     #[inline(always)]

@@ -28,21 +28,28 @@ pub(in crate::conv2d::cpu) unsafe fn pack_filter<T: SimdElement>(
             let mut to = packed.get().add(task * panel_len);
             for frame in stencil.filter_frames() {
                 let filter = filter.get().wrapping_offset(frame);
-                dispatch(isa, PackFilter { stencil, filter, group, k, width, to });
+                dispatch(
+                    isa,
+                    PackFilter { stencil, filter, group, k, width, to, cols_last: false },
+                );
                 to = to.wrapping_add(width * stencil.frame_terms());
             }
         }
     });
 }
 
-/// The kernel that packs one panel [term, channel of the panel] of a frame of the filter, with zeros beyond k.
-struct PackFilter<'a, T> {
-    stencil: &'a Stencil,
-    filter: *const T,
-    group: usize,
-    k: usize,
-    width: usize,
-    to: *mut f32,
+/// The kernel that packs one panel [term, channel of the panel] of a frame of the filter, with zeros beyond k. Whoever
+/// makes it promises what [`pack_filter`] asks for.
+pub(in crate::conv2d::cpu) struct PackFilter<'a, T> {
+    pub stencil: &'a Stencil,
+    pub filter: *const T,
+    pub group: usize,
+    /// The first channel.
+    pub k: usize,
+    pub width: usize,
+    pub to: *mut f32,
+    /// True for terms in the order [filter row, channel, filter column].
+    pub cols_last: bool,
 }
 
 impl<T: SimdElement> Kernel for PackFilter<'_, T> {
@@ -50,23 +57,30 @@ impl<T: SimdElement> Kernel for PackFilter<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let PackFilter { stencil, group, k, width, .. } = self;
+        let PackFilter { stencil, group, k, width, cols_last, .. } = self;
         let [k_stride, c_stride, ..] = stencil.filter;
         let (c, len) = (stencil.c, width.min(stencil.k - k));
         let taps =
             stencil.rows.iter().flat_map(|&row| stencil.cols.iter().map(move |&col| (row, col)));
+        let cols = stencil.cols.len();
         for (tap, (row, col)) in taps.enumerate() {
             let from = self.filter.wrapping_offset(stencil.filter_offset(group, k, 0, row, col));
-            let to = self.to.wrapping_add(tap * c * width);
+            let (first, term) = match cols_last {
+                true => (tap / cols * c * cols + tap % cols, cols * width),
+                false => (tap * c, width),
+            };
+            let to = self.to.wrapping_add(first * width);
             // SAFETY: channels of the filter and their terms in the panel.
             unsafe {
                 if len < width {
                     zero(s, to, c * width);
                 }
-                if c_stride == 1 && len == width {
-                    copy_transposed(s, (from, k_stride), c, len, to, width);
+                // Rows that are not whole vectors are written over what follows.
+                let may_write_ahead = !cols_last || width.is_multiple_of(S::LANES);
+                if c_stride == 1 && len == width && may_write_ahead {
+                    copy_transposed(s, (from, k_stride), c, len, to, term);
                 } else {
-                    Rows { ptr: from, row: c_stride, col: k_stride }.copy(s, c, len, to, width);
+                    Rows { ptr: from, row: c_stride, col: k_stride }.copy(s, c, len, to, term);
                 }
             }
         }

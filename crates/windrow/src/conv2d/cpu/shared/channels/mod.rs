@@ -14,8 +14,16 @@ const CHANNELS: usize = 128;
 pub(in crate::conv2d::cpu) trait Read<S: Simd>: Copy {
     /// True if groups have one channel.
     const SINGLE: bool;
+    /// True if all lanes read the same number, which a register need not hold for long.
+    const BROADCASTS: bool = false;
     /// The first source channel of a vector of destination channels from `k` on.
     fn first(self, k: usize) -> usize;
+    /// The filter of a vector of destination channels from `k` on, relative to that of the first channel, and the distance
+    /// of its terms, if there are so many channels.
+    #[inline(always)]
+    fn filter(self, k: usize, channels: usize) -> (usize, usize) {
+        (k, channels)
+    }
     /// Channel `c` of the groups that begin at `at`.
     ///
     /// # Safety
@@ -47,7 +55,7 @@ pub(in crate::conv2d::cpu) struct Channels<'a, T, D> {
     pub src: *const T,
     /// Distance of rows and of columns.
     pub src_strides: [isize; 2],
-    /// The filter of the first channel. Terms are as far apart as there are channels, ordered by filter row, source
+    /// The filter of the first channel. Terms are as far apart as [`Read::filter`] says, ordered by filter row, source
     /// channel of the group, and filter column.
     pub filter: *const f32,
     pub count: usize,
@@ -61,6 +69,11 @@ pub(in crate::conv2d::cpu) struct Channels<'a, T, D> {
 /// The largest number of pixels at a time, and the number in narrow images, where most pixels are near a border.
 const PIXELS: usize = 8;
 const FEW: usize = 4;
+
+/// Which columns are outside of the image, of those that neighbouring pixels read: none, the first one if bit 0 is set, the
+/// last one if bit 1 is, or any.
+const NONE: usize = 0;
+const ANY: usize = 4;
 
 /// The number of columns that the taps of neighbouring pixels read.
 const fn columns(pixels: usize, taps: usize, step: usize) -> usize {
@@ -191,9 +204,13 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
             unsafe {
                 // Separate code for blocks that touch a border: the compiler would merge it, and hold all columns in
                 // registers.
-                match TAPS > 0 && P > FEW && block.inside.len() == columns(P, TAPS, STEP) {
-                    true => block.sum::<S, R, P, TAPS, STEP, true>(s, read),
-                    false => block.sum::<S, R, P, TAPS, STEP, false>(s, read),
+                match if TAPS > 0 && P > FEW { block.outside::<P, TAPS, STEP>() } else { ANY } {
+                    NONE => block.sum::<S, R, P, TAPS, STEP, NONE>(s, read),
+                    1 if R::BROADCASTS => block.sum::<S, R, P, TAPS, STEP, 1>(s, read),
+                    // With a step of 2 most images have no column beyond the last one that is read.
+                    2 if R::BROADCASTS && STEP == 1 => block.sum::<S, R, P, TAPS, STEP, 2>(s, read),
+                    3 if R::BROADCASTS && STEP == 1 => block.sum::<S, R, P, TAPS, STEP, 3>(s, read),
+                    _ => block.sum::<S, R, P, TAPS, STEP, ANY>(s, read),
                 }
             }
         }
@@ -247,10 +264,11 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
         if R::SINGLE { 1 } else { self.stencil.c }
     }
 
-    /// Distance of terms in the filter.
+    /// The filter of a vector of channels, and the distance of its terms.
     #[inline(always)]
-    fn term(&self) -> usize {
-        self.stencil.groups * self.stencil.k
+    fn terms<S: Simd, R: Read<S>>(&self, read: R, channel: usize) -> (*const f32, usize) {
+        let (first, term) = read.filter(channel, self.stencil.groups * self.stencil.k);
+        (self.filter.wrapping_add(first), term)
     }
 
     /// Sums over any columns.
@@ -263,9 +281,9 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
         i: usize,
         j: usize,
     ) -> [S::F32; P] {
-        let (stencil, term, planes) = (self.stencil, self.term(), self.planes::<S, R>());
+        let (stencil, planes) = (self.stencil, self.planes::<S, R>());
         let mut acc = [s.zero(); P];
-        let mut filter = self.filter.wrapping_add(channel);
+        let (mut filter, term) = self.terms(read, channel);
         let [row_stride, col_stride] = self.src_strides;
         let next = col_stride.wrapping_mul(stencil.step[1] as isize);
         let image = self.src.wrapping_add(read.first(channel));
@@ -346,7 +364,16 @@ struct Block<'a, T, D> {
 }
 
 impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
-    /// Computes the block. `INSIDE`: all columns are inside of the image.
+    /// The columns outside of the image.
+    #[inline(always)]
+    fn outside<const P: usize, const TAPS: usize, const STEP: usize>(&self) -> usize {
+        match [self.inside.start, columns(P, TAPS, STEP) - self.inside.end] {
+            [first @ 0..=1, last @ 0..=1] => first + 2 * last,
+            _ => ANY,
+        }
+    }
+
+    /// Computes the block. `OUTSIDE`: the columns outside of the image.
     ///
     /// # Safety
     /// As [`Channels::sum`].
@@ -357,7 +384,7 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
         const P: usize,
         const TAPS: usize,
         const STEP: usize,
-        const INSIDE: bool,
+        const OUTSIDE: usize,
     >(
         &self,
         s: S,
@@ -378,7 +405,7 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
                     let acc: [S::F32; P] = match TAPS {
                         0 if R::SINGLE && count < S::LANES => self.all.few(s, i, self.j),
                         0 => self.all.sums(s, read, channel, i, self.j),
-                        _ => self.window::<S, R, P, TAPS, STEP, INSIDE>(s, read, channel, i),
+                        _ => self.window::<S, R, P, TAPS, STEP, OUTSIDE>(s, read, channel, i),
                     };
                     match bounds {
                         Some(bounds) => {

@@ -1,6 +1,6 @@
 //! Sums over filter columns that are neighbours, their number known when the code is compiled.
 
-use super::{Block, Channels, PIXELS, Read, columns};
+use super::{ANY, Block, Channels, NONE, PIXELS, Read, columns};
 use crate::cpu::{Simd, SimdElement};
 
 /// The largest number of columns that the taps of neighbouring pixels read.
@@ -19,7 +19,7 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
         const P: usize,
         const TAPS: usize,
         const STEP: usize,
-        const INSIDE: bool,
+        const OUTSIDE: usize,
     >(
         &self,
         s: S,
@@ -32,8 +32,8 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
         let first = (self.j * STEP) as isize + stencil.cols[0].offset;
         let start = src.wrapping_offset(first.wrapping_mul(col_stride));
         let start = start.wrapping_add(read.first(channel));
-        let (term, planes) = (self.all.term(), self.all.planes::<S, R>());
-        let mut filter = self.all.filter.wrapping_add(channel);
+        let planes = self.all.planes::<S, R>();
+        let (mut filter, term) = self.all.terms(read, channel);
         for &row in stencil.rows.iter() {
             let Some(row) = stencil.src_row(i, row) else {
                 filter = filter.wrapping_add(planes * TAPS * term);
@@ -44,29 +44,47 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
             for plane in 0..planes {
                 // SAFETY: columns inside of the source, and terms of the filter.
                 unsafe {
-                    if INSIDE || S::REGISTERS >= 32 {
+                    if OUTSIDE == NONE && !R::BROADCASTS || S::REGISTERS >= 32 {
                         let mut x = [s.zero(); WINDOW];
                         for (c, x) in x.iter_mut().enumerate().take(columns(P, TAPS, STEP)) {
-                            if INSIDE || self.inside.contains(&c) {
+                            if self.is_inside::<P, TAPS, STEP, OUTSIDE>(c) {
                                 *x = read.load(s, at(c), plane);
                             }
                         }
                         for t in 0..TAPS {
                             let w = s.load(filter.wrapping_add(t * term));
                             for (p, sum) in acc.iter_mut().enumerate() {
-                                *sum = s.mul_add(w, x[p * STEP + t], *sum);
+                                let c = p * STEP + t;
+                                if OUTSIDE == ANY || self.is_inside::<P, TAPS, STEP, OUTSIDE>(c) {
+                                    *sum = s.mul_add(w, x[c], *sum);
+                                }
                             }
                         }
                     } else {
                         let (from, filter) = ((from, col_stride), (filter, term));
-                        acc = self
-                            .by_columns::<S, R, P, TAPS, STEP>(s, read, from, plane, filter, acc);
+                        acc = self.by_columns::<S, R, P, TAPS, STEP, OUTSIDE>(
+                            s, read, from, plane, filter, acc,
+                        );
                     }
                 }
                 filter = filter.wrapping_add(TAPS * term);
             }
         }
         acc
+    }
+
+    /// True if a column is inside of the image.
+    #[inline(always)]
+    fn is_inside<const P: usize, const TAPS: usize, const STEP: usize, const OUTSIDE: usize>(
+        &self,
+        c: usize,
+    ) -> bool {
+        match OUTSIDE {
+            ANY => self.inside.contains(&c),
+            _ => {
+                (c > 0 || OUTSIDE & 1 == 0) && (c + 1 < columns(P, TAPS, STEP) || OUTSIDE & 2 == 0)
+            }
+        }
     }
 
     /// `acc` and the products of a row of the source, column by column, in the same order. It takes fewer registers than
@@ -78,6 +96,7 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
         const P: usize,
         const TAPS: usize,
         const STEP: usize,
+        const OUTSIDE: usize,
     >(
         &self,
         s: S,
@@ -103,7 +122,7 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
                     let q = $q;
                     for r in 0..STEP {
                         let c = q * STEP + r;
-                        if c < columns(P, TAPS, STEP) && self.inside.contains(&c) {
+                        if c < columns(P, TAPS, STEP) && self.is_inside::<P, TAPS, STEP, OUTSIDE>(c) {
                             let at = from.wrapping_offset((c as isize).wrapping_mul(col));
                             let x = read.load(s, at, plane);
                             for u in 0..(TAPS - r).div_ceil(STEP) {
