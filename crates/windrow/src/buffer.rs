@@ -6,6 +6,7 @@
 
 use crate::{Device, Error, Result};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::cmp::Reverse;
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
@@ -168,14 +169,15 @@ struct Cache {
 static CACHE: Mutex<Cache> = Mutex::new(Cache { blocks: Vec::new(), bytes: 0 });
 
 impl Cache {
-    /// The smallest block that fits without wasting more than it uses.
+    /// The smallest block that fits without wasting more than it uses; of several the one that was freed last, which is
+    /// most likely in the processor's caches.
     fn take(&mut self, len: usize) -> Option<(Block, usize)> {
         let best = self
             .blocks
             .iter()
             .enumerate()
             .filter(|(_, (capacity, _))| *capacity >= len && *capacity / 2 <= len)
-            .min_by_key(|(_, (capacity, _))| *capacity)?
+            .min_by_key(|&(i, (capacity, _))| (*capacity, Reverse(i)))?
             .0;
         let (capacity, block) = self.blocks.remove(best);
         self.bytes -= capacity;
@@ -224,6 +226,19 @@ mod tests {
         assert_eq!(cache.take(90).map(|(_, c)| c), Some(120));
         assert!(cache.take(90).is_none());
         assert_eq!(cache.bytes, 1000);
+    }
+
+    #[test]
+    fn the_block_that_was_freed_last_is_taken_first() {
+        let mut cache = Cache { blocks: Vec::new(), bytes: 0 };
+        let mut memory = [0u8; 3];
+        let all: Vec<_> = memory.iter_mut().map(|byte| Block(NonNull::from(byte))).collect();
+        for &block in &all {
+            cache.give(block, 100);
+        }
+        for block in all.into_iter().rev() {
+            assert_eq!(cache.take(100).map(|(taken, _)| taken.0), Some(block.0));
+        }
     }
 
     #[test]
