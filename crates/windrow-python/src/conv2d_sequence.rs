@@ -80,7 +80,10 @@ impl Conv2dSequence {
             let is_own = (images..values).contains(value) && places[*value].value == *value;
             !is_own || results[..i].contains(value)
         };
-        if steps.is_empty() || results.iter().enumerate().any(is_wrong) {
+        if images == 0 || steps.iter().all(|(call, ..)| matches!(call, Call::View(_))) {
+            return Err(PyValueError::new_err("no step computes something of an image"));
+        }
+        if results.iter().enumerate().any(is_wrong) {
             return Err(PyValueError::new_err("results are no different ones of steps"));
         }
         let mut last = vec![None; values];
@@ -274,22 +277,24 @@ impl Conv2dSequence {
             let together = &self.steps[at..at + count];
             at += count;
             let last = &together[count - 1];
+            for value in together.iter().flat_map(|step| [Some(step.image), step.second]).flatten()
+            {
+                computed.hold(value, None)?;
+            }
             if step.in_place {
                 computed.own[step.value - self.images] =
                     computed.own[step.image - self.images].take();
             }
-            let to = computed.writable(last.value, last.call.y())?;
-            let x = match step.in_place {
-                true => to,
-                false => computed.readable(step.image).cast_mut(),
-            };
-            let view = |at: *const u8, desc: &TensorDesc| {
+            computed.hold(last.value, Some(last.call.y()))?;
+            let to = computed.first(last.value);
+            let x = if step.in_place { to } else { computed.first(step.image) };
+            let view = |at: *mut u8, desc: &TensorDesc| {
                 // SAFETY: `new` has compared steps, and each call its images.
                 unsafe { TensorRef::from_raw(at.cast(), *desc, Device::Cpu) }
             };
             let second = |step: &Step| {
                 let second = step.second.zip(step.call.second());
-                second.map(|(second, desc)| view(computed.readable(second), desc))
+                second.map(|(second, desc)| view(computed.first(second), desc))
             };
             // SAFETY: as above; the result is new, or apart from what the step reads.
             let y = || unsafe { TensorMut::from_raw(to.cast(), *last.call.y(), Device::Cpu) };
@@ -335,8 +340,21 @@ struct Computed<'a> {
 }
 
 impl Computed<'_> {
+    /// Takes the memory of a value that is not there yet: what steps write to before it is read, or what is like `desc`.
+    fn hold(&mut self, value: usize, desc: Option<&TensorDesc>) -> windrow::Result<()> {
+        let Some(i) = self.of.places[value].value.checked_sub(self.given.len()) else {
+            return Ok(());
+        };
+        if self.own[i].is_none()
+            && let Some(desc) = self.of.memory[i].as_ref().or(desc)
+        {
+            self.own[i] = Some(Placed::output(*desc, Device::Cpu)?);
+        }
+        Ok(())
+    }
+
     /// The first element of a value that is there.
-    fn readable(&self, value: usize) -> *const u8 {
+    fn first(&self, value: usize) -> *mut u8 {
         let Place { value, bytes } = self.of.places[value];
         let at = match value.checked_sub(self.given.len()) {
             None => self.given[value].as_ptr(),
@@ -345,25 +363,6 @@ impl Computed<'_> {
                 value.as_ref().as_ptr()
             }
         };
-        at.wrapping_add(bytes)
-    }
-
-    /// The first element of a value that is written. Memory that is not there yet is taken: for `desc` if the value has its
-    /// own.
-    fn writable(&mut self, value: usize, desc: &TensorDesc) -> windrow::Result<*mut u8> {
-        let Place { value, bytes } = self.of.places[value];
-        let at = match value.checked_sub(self.given.len()) {
-            None => self.given[value].as_ptr().cast_mut(),
-            Some(i) => {
-                let own = &mut self.own[i];
-                let desc = self.of.memory[i].unwrap_or(*desc);
-                let tensor = match own {
-                    Some(tensor) => tensor,
-                    None => own.insert(Placed::output(desc, Device::Cpu)?),
-                };
-                tensor.as_mut()?.as_mut_ptr()
-            }
-        };
-        Ok(at.wrapping_add(bytes))
+        at.wrapping_add(bytes).cast_mut()
     }
 }

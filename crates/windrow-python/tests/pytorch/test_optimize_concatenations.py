@@ -257,6 +257,21 @@ def test_between_convolutions(what):
             compare(fast, model, last(*sizes))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.complex64])
+def test_channels_of_other_types_beside_convolutions(dtype):
+    class Beside(Between):
+        def forward(self, x, other):
+            return self.last(F.relu(self.first(x))), other[:, 1:3], self.first(x).to(dtype)[:, 2:4]
+
+    model, other = Beside(None).eval(), torch.arange(4).reshape(1, 4, 1, 1).to(dtype)
+    with torch.no_grad():
+        fast = optimize(model, check=False)
+        for _ in range(3):
+            for got, want in zip(fast(last(*X), other), model(last(*X), other), strict=True):
+                assert got.dtype == want.dtype and got.shape == want.shape
+            assert torch.equal(fast(last(*X), other)[1], other[:, 1:3])
+
+
 def test_steps_by_themselves():
     x, other = (last(*X) for _ in range(2))
     large = torch.full([2, 8, 16, 12], 5.0).contiguous(memory_format=torch.channels_last)
@@ -323,7 +338,12 @@ def test_views_of_sequences():
     ]:
         with pytest.raises(ValueError, match=message):
             _native.Conv2dSequence(3 if wrong is steps else 2, wrong, results, [])
-    # Memory that nobody writes to is there nevertheless.
+    with pytest.raises(ValueError, match="no step computes"):
+        _native.Conv2dSequence(0, [(buffer, None, None, None)], [0], [])
+    # Memory that nobody writes to is there nevertheless, also for who reads it.
+    steps = [(memory(x), None, None, None), (step, 1, 0, None)]
+    (unwritten,) = _native.Conv2dSequence(1, steps, [2], [])([x])
+    assert unwritten.shape == x.shape
     (empty, _) = _native.Conv2dSequence(2, [(buffer, None, None, None), (step, 0, 1, None)], [2, 3], [])([x, other])
     assert empty.shape == wide.shape and empty.stride() == wide.stride()
 

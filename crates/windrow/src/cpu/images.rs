@@ -81,7 +81,7 @@ pub struct ImageStep {
     /// Height and width of an image and of a result.
     image: [usize; 2],
     result: [usize; 2],
-    /// Those of the image, the second image and the result.
+    /// The pitches of the image, the second image and the result.
     pitches: [usize; 3],
     y: TensorDesc,
 }

@@ -18,6 +18,7 @@ from windrow.torch._fused import Called, FusedConv2d, Way
 from windrow.torch._image_step import ImageStep
 from windrow.torch._precision import flags
 from windrow.torch._remembering import REMEMBERED, Remembering
+from windrow.torch.choice.problem import TYPES
 
 _aten = torch.ops.aten
 
@@ -26,13 +27,13 @@ class Channels(NamedTuple):
     """Some channels of a value."""
 
     first: int
-    count: int
+    size: int
 
     def of(self, x: Tensor) -> Tensor:
         return x.narrow(1, *self)
 
     def known(self, x: Tensor) -> Any:
-        return _native.ImageView.channels(x, *self)
+        return _native.ImageView.channels(x, *self) if _native.is_plain(x) else None
 
 
 class Memory(NamedTuple):
@@ -65,19 +66,19 @@ class Step(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a value lies: in the memory of another one, from this channel on."""
+    """Where a value lies: in the memory of another one, or all of its own."""
 
     value: int
-    first: int
+    channels: Channels | None = None
 
 
 def _places(images: int, steps: Several[Step]) -> list[_Place]:
-    places = [_Place(value, 0) for value in range(images)]
+    places = [_Place(value) for value in range(images)]
     for step in steps:
-        place = _Place(len(places), 0)
+        place = _Place(len(places))
         if isinstance(step.by, Channels):
-            value, first = places[step.image or 0]
-            place = _Place(value, first + step.by.first)
+            value, of = places[step.values[0]]
+            place = _Place(value, step.by if of is None else Channels(of.first + step.by.first, step.by.size))
         elif step.place is not None:
             place = places[step.place]
         places.append(place)
@@ -94,7 +95,7 @@ def in_sequences(traced: fx.GraphModule) -> None:
         images = [*dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in nodes)]
         order = [*images, *nodes]
         value = {node: i for i, node in enumerate(order)}
-        steps = [Step(_view(n) or str(n.target), *(value.get(a) for a in _values(n))) for n in nodes]  # type: ignore[misc]
+        steps = [Step(_view(n) or str(n.target), *(value.get(a) for a in _values(n))) for n in nodes]
         places = _places(len(images), steps)
         read = [node for node in nodes if any(user not in nodes for user in node.users)]
         # Whoever reads channels reads them in the memory that they are in.
@@ -108,11 +109,11 @@ def in_sequences(traced: fx.GraphModule) -> None:
             for i, own in enumerate(results):
                 returned[own] = call if len(results) == 1 else graph.call_function(operator.getitem, (call, i))
             for node in read:
-                own, first = places[value[node]]
+                own, channels = places[value[node]]
                 new = returned[own]
-                if own != value[node]:
-                    count = node.meta["val"].shape[1]
-                    new = graph.call_function(_aten.slice.Tensor, (new, 1, first, first + count))
+                if channels is not None:
+                    first, size = channels
+                    new = graph.call_function(_aten.slice.Tensor, (new, 1, first, first + size))
                 node.replace_all_uses_with(new, lambda user, nodes=nodes: user not in nodes)
         for node in reversed(nodes):
             graph.erase_node(node)
@@ -134,7 +135,7 @@ def _values(node: fx.Node) -> Iterable[Any]:
 def _view(node: fx.Node) -> Channels | Memory | None:
     """Where a value lies that a node does not compute."""
     made = node.meta.get("val")
-    if not isinstance(made, Tensor) or made.dim() != 4 or made.device.type != "cpu" or node.kwargs.get("layout"):
+    if not isinstance(made, Tensor) or made.dim() != 4 or made.device.type != "cpu" or made.dtype not in TYPES:
         return None
     if not all(isinstance(n, int) for n in (*made.shape, *made.stride())):
         return None
@@ -243,8 +244,8 @@ class Sequence(Remembering):
         for value, result in zip(stage.results, results, strict=True):
             values[value] = result
         for value in stage.parts:
-            own, first = self.places[value]
-            values[value] = values[own].narrow(1, first, self._count(value))
+            own, channels = self.places[value]
+            values[value] = values[own] if channels is None else channels.of(values[own])
         for i in range(stage.first, stage.last):
             for value in self.last_read[i]:
                 values[value] = None
@@ -279,13 +280,6 @@ class Sequence(Remembering):
         filters = [(way.weight, way.bias) for way in ways[first:last] if type(way) is Called]
         call = _native.Conv2dSequence(len(images), read_by, [number[value] for value in results], filters)
         return _Stage(first, last, (), call, images, results, parts)
-
-    def _count(self, value: int) -> int:
-        """The channels of a value that is a part of another one."""
-        step = self.steps[value - self.images]
-        if isinstance(step.by, Channels):
-            return step.by.count
-        return self._count(step.place)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         return f"{len(self._modules)} of the convolutions and image steps"

@@ -71,8 +71,9 @@ impl Groups {
 /// True if the sums of large groups are faster than matrix products.
 ///
 /// Measured on Zen 4 by one thread with its AVX2 and its AVX-512, for 3x3 filters of groups of 8 to 232 channels, 7 to 56
-/// pixels wide: 1.3 to 3 times as fast for 24 channels. From 48 channels on matrix products are as fast with AVX2. The
-/// conversion of an f16 in all lanes takes longer than its load, and with a stride it is used for fewer products.
+/// pixels wide: 1.3 to 3 times as fast for 24 channels. With AVX2 matrix products are as fast from 48 channels on, with a
+/// stride from 32 on. The conversion of an f16 in all lanes takes longer than its load, and with a stride it is used for
+/// fewer products.
 pub(super) fn pays(task: &Task<'_>) -> bool {
     /// The distance of pixels that fall into one set of a first-level cache.
     const PAGE: usize = 4096;
@@ -81,13 +82,15 @@ pub(super) fn pays(task: &Task<'_>) -> bool {
     let follow = cols.windows(2).all(|taps| taps[0].offset + 1 == taps[1].offset);
     let is_window = cols.len() == 3 && follow && step[1] <= 2 && dst_size[1] >= PIXELS;
     // More columns than such a set has room for.
-    let collides =
-        step[1] > 1 && src[3].unsigned_abs().wrapping_mul(dtype.size()).is_multiple_of(PAGE);
+    let (is_f16, strides) = (dtype == DType::F16, step[1] > 1);
+    let distance = src[3].unsigned_abs().wrapping_mul(dtype.size());
+    let collides = strides && distance.is_multiple_of(PAGE);
     let (_, registers) = dispatch(task.isa, Vectors);
     let most = match registers {
-        32.. if dtype != DType::F16 || step[1] == 1 => usize::MAX,
-        ..32 if dtype != DType::F16 => 47,
-        _ => 31,
+        32.. if is_f16 && strides => 31,
+        32.. => usize::MAX,
+        _ if is_f16 || strides => 31,
+        _ => 47,
     };
     cfg!(target_arch = "x86_64")
         && groups > 1

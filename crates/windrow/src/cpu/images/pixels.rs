@@ -91,7 +91,7 @@ pub(super) struct Scale {
     pub x: *const f32,
     pub gates: *const f32,
     pub y: *mut f32,
-    /// Those of the image and of the result.
+    /// The pitches of the image and of the result.
     pub pitches: [usize; 2],
     pub pixels: usize,
     pub c: usize,
@@ -122,7 +122,7 @@ pub(super) struct Copies {
     /// The image, and what is added; null for nothing.
     pub x: [*const f32; 2],
     pub y: *mut f32,
-    /// Those of both images and of the result.
+    /// The pitches of both images and of the result.
     pub pitches: [usize; 3],
     /// Of all images together.
     pub rows: Range<usize>,

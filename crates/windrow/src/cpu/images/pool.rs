@@ -10,7 +10,7 @@ pub(super) struct Pool<const MAX: bool> {
     pub window: Window,
     pub x: *const f32,
     pub y: *mut f32,
-    /// Those of the image and of the result.
+    /// The pitches of the image and of the result.
     pub pitches: [usize; 2],
     pub image: [usize; 2],
     pub result: [usize; 2],
