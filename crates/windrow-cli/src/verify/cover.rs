@@ -75,7 +75,7 @@ mod tests {
         let plain = |line: &str| {
             let (op, rest) = line.split_once(' ').unwrap();
             let (_, rest) = rest.split_once(' ').unwrap();
-            let (rest, _parts) = rest.split_once(" parts=").unwrap_or((rest, ""));
+            let (rest, _parameters) = rest.split_once(" tiles=").unwrap_or((rest, ""));
             format!("{op} {}", rest.replace(") half ", ") fp32 "))
         };
         let all = [Device::Hip(0), Device::Cpu].into_iter().flat_map(verify::cases);

@@ -8,6 +8,7 @@ configuration! {
     /// have it. As text a configuration has the form `winograd_gemm_f4 tiles=36 vectors=4 parts=1 threads=2`.
     Conv2dConfiguration: Conv2dAlgorithm {
         /// `winograd_gemm`: the largest number of tiles of a block (CPU) or chunk (GPU); blocks are made equal.
+        /// `implicit_gemm`: the tiles of 128 pixels of a block, 1 or 2.
         tiles,
         /// `winograd_gemm` on the CPU: vectors of output channels between two output transforms.
         vectors,
@@ -17,7 +18,7 @@ configuration! {
         /// CPU threads, at most as many as the plan may use.
         threads,
         /// `winograd_gemm` on GPUs: the threads of a transform's block, a multiple of 32 up to 1024. `implicit_gemm`:
-        /// the output channels of a block, 64, 128 or, for f16/bf16, 256.
+        /// the output channels of a block, 64, 128 or, in one product, 96, 192 or 256.
         block,
     }
 }

@@ -18,7 +18,7 @@ type Shape = ([usize; 4], [usize; 3], usize, usize, usize, usize);
 
 /// 3x3 filters with few and many channels, sizes that fill no block, images smaller than a tile, and
 /// every other option.
-const SHAPES: [Shape; 37] = [
+const SHAPES: [Shape; 38] = [
     ([2, 16, 9, 22], [64, 3, 3], 1, 1, 1, 1),
     ([1, 64, 10, 14], [48, 3, 3], 1, 0, 1, 1),
     ([2, 3, 13, 9], [7, 3, 3], 1, 1, 1, 1),
@@ -54,13 +54,14 @@ const SHAPES: [Shape; 37] = [
     ([2, 3, 9, 8], [64, 3, 3], 1, 1, 1, 1),
     ([1, 2, 6, 5], [12, 2, 3], 2, 0, 1, 1),
     ([2, 16, 9, 9], [20, 3, 3], 1, 1, 1, 2),
+    ([2, 96, 6, 10], [192, 3, 3], 1, 2, 2, 1),
     ([24, 48, 14, 40], [48, 3, 3], 1, 1, 1, 24),
     ([24, 48, 28, 40], [48, 3, 3], 2, 1, 1, 24),
 ];
 /// The index of the first shape that is also run in the last of the layouts.
 const SHAPES_APART: usize = 32;
 /// The index of the first shape that fills a GPU. Such shapes are run on CUDA only: an emulator takes minutes for them.
-const SHAPES_LARGE: usize = 35;
+const SHAPES_LARGE: usize = 36;
 
 /// Dense layouts, some with gaps after images, which other libraries do not accept, and one with a gap after each
 /// element.

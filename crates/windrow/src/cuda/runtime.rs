@@ -288,7 +288,8 @@ impl Runtime for Cuda {
         let element = by_type!(pixels.dtype, F32 => 7, F16 => 6, BF16 => 9);
         let element = if pixels.tf32 { TF32 } else { element };
         const NOT_INTERLEAVED: c_int = 0;
-        const SWIZZLE_128_BYTES: c_int = 3;
+        // Of 64 and of 128 bytes.
+        let swizzle: c_int = if pixels.channels * pixels.dtype.size() == 64 { 2 } else { 3 };
         const PROMOTE_TO_128_BYTES: c_int = 2;
         const FILL_WITH_ZEROS: c_int = 0;
         let sizes = pixels.dims.map(|d| d as u64);
@@ -310,7 +311,7 @@ impl Runtime for Cuda {
                 pixels.pixels as c_uint,
                 [1, w, h, 1].as_ptr(),
                 NOT_INTERLEAVED,
-                SWIZZLE_128_BYTES,
+                swizzle,
                 PROMOTE_TO_128_BYTES,
                 FILL_WITH_ZEROS,
             )?;

@@ -24,8 +24,8 @@ pub(crate) struct TensorBoxes {
     pub(crate) boxes: [usize; 4],
 }
 
-/// The arguments of a [`TensorMap`] in im2col mode, for convolutions. A copy loads 128 bytes of channels, swizzled, for each
-/// of `pixels` consecutive pixels of the output.
+/// The arguments of a [`TensorMap`] in im2col mode, for convolutions. A copy loads 64 or 128 bytes of channels, swizzled, for
+/// each of `pixels` consecutive pixels of the output.
 #[derive(Debug)]
 pub(crate) struct TensorPixels {
     /// f32, f16 or bf16.

@@ -1,7 +1,10 @@
 //! The cases of conv3d for `windrow verify`.
 
+use super::video::Video;
 use super::{Conv3dArgs, Conv3dOutputs, Conv3dPlan, Conv3dSpec, chunks};
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv3dParams, TimePadding, Weights};
+use crate::conv2d::{
+    Conv2dAlgorithm, Conv2dConfiguration, Conv3dParams, TimePadding, Weights, gpu,
+};
 use crate::verification::data::Held;
 use crate::verification::{Case, Check, random};
 use crate::{
@@ -14,7 +17,7 @@ type Shape = ([usize; 5], [usize; 4], [usize; 3], [usize; 3], [usize; 3], usize)
 
 /// 3x3x3 filters of few and many channels, filters of one frame or one pixel, videos shorter than the filter, strides and
 /// dilations over frames, groups, and sizes of 0.
-const SHAPES: [Shape; 31] = [
+const SHAPES: [Shape; 33] = [
     ([1, 16, 5, 9, 13], [24, 3, 3, 3], [1; 3], [1; 3], [1; 3], 1),
     ([2, 20, 3, 8, 7], [18, 3, 3, 3], [1; 3], [1; 3], [1; 3], 1),
     ([1, 33, 4, 6, 21], [40, 3, 3, 3], [1; 3], [0, 1, 1], [1; 3], 1),
@@ -46,6 +49,8 @@ const SHAPES: [Shape; 31] = [
     ([1, 32, 4, 6, 6], [40, 3, 1, 1], [1; 3], [0; 3], [1; 3], 1),
     ([2, 64, 3, 7, 9], [72, 3, 3, 3], [1; 3], [0, 1, 1], [1; 3], 1),
     ([1, 128, 4, 6, 10], [64, 3, 3, 3], [2, 1, 1], [1; 3], [1; 3], 1),
+    ([1, 96, 3, 6, 10], [136, 3, 3, 3], [1; 3], [0, 1, 1], [1; 3], 1),
+    ([1, 64, 3, 6, 6], [40, 3, 1, 1], [1; 3], [0; 3], [1; 3], 1),
 ];
 
 /// Dense layouts, and some with gaps after everything but the innermost elements.
@@ -63,15 +68,23 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                 for (algorithm, accuracy) in algorithms.flat_map(|a| accuracies(a, dtype)) {
                     let mut spec = spec.clone();
                     spec.params.accuracy = accuracy;
-                    cases.push(Case {
-                        op: "conv3d",
-                        algorithm: algorithm.name().into(),
-                        dtype,
-                        layout: layout.into(),
-                        name: format!("{shape:?} {} {}", accuracy.name(), activation.name()),
-                        elements: spec.x.layout.len(),
-                        run: Box::new(move || run(&spec, algorithm, device)),
-                    });
+                    for configuration in configurations(&spec, algorithm) {
+                        let spec = spec.clone();
+                        let parameters = configuration.to_string();
+                        let parameters = parameters.split_once(' ').map_or("", |(_, all)| all);
+                        let (accuracy, activation) = (accuracy.name(), activation.name());
+                        cases.push(Case {
+                            op: "conv3d",
+                            algorithm: algorithm.name().into(),
+                            dtype,
+                            layout: layout.into(),
+                            name: format!("{shape:?} {accuracy} {activation} {parameters}")
+                                .trim_end()
+                                .into(),
+                            elements: spec.x.layout.len(),
+                            run: Box::new(move || run(&spec, &configuration, device)),
+                        });
+                    }
                 }
             }
         }
@@ -88,6 +101,18 @@ fn accuracies(
     let rounds = has_two.contains(&algorithm) && dtype == DType::F32;
     let accuracies = [Some(Accuracy::Fp32), rounds.then_some(Accuracy::Half)];
     accuracies.into_iter().flatten().map(move |accuracy| (algorithm, accuracy))
+}
+
+/// An algorithm with the cost model's parameters and, for many channels, with those that have kernels of their own.
+fn configurations(spec: &Conv3dSpec, algorithm: Conv2dAlgorithm) -> Vec<Conv2dConfiguration> {
+    let mut all = vec![Conv2dConfiguration::new(algorithm)];
+    if let Ok(problem) = spec.problem()
+        && problem.k > 128
+        && let Ok(video) = Video::new(spec, &problem)
+    {
+        all.extend(gpu::variants((&video.spec, &problem), algorithm));
+    }
+    all
 }
 
 fn spec(
@@ -144,10 +169,13 @@ pub(super) fn outputs<'a>(
     Ok(Conv3dOutputs::new(y.as_mut()?).with_final_frames(last))
 }
 
-fn run(spec: &Conv3dSpec, algorithm: Conv2dAlgorithm, device: Device) -> Result<Vec<Check>> {
+fn run(
+    spec: &Conv3dSpec,
+    configuration: &Conv2dConfiguration,
+    device: Device,
+) -> Result<Vec<Check>> {
     let options = PlanOptions::default().with_device(device);
-    let configuration = Conv2dConfiguration::new(algorithm);
-    let plan = Conv3dPlan::with_configuration(spec, &configuration, &options)?;
+    let plan = Conv3dPlan::with_configuration(spec, configuration, &options)?;
     let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
     let hold = |seed, desc: TensorDesc, range: f64| {
         Held::at(desc, &random(seed, desc.layout.len(), -range, range), 0, device)

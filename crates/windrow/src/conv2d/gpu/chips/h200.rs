@@ -36,12 +36,14 @@ pub(super) static RATES: Rates = Rates {
         tf32_product: Product {
             together: (0.61, 0.8),
             blocks: [(0.31, 0.7), (0.34, 2.1), (0.60, 5.3)],
+            strips: [(0.48, 1.8), (0.71, 1.9), (0.94, 1.8), (1.29, 6.4)],
             exchange: [(0.8, 0.1), (3.0, 0.0)],
             megabytes: 3.9,
         },
         half_product: Product {
             together: (0.58, 0.7),
             blocks: [(0.26, 0.9), (0.33, 1.7), (0.66, 2.4)],
+            strips: [(0.49, 0.9), (0.70, 1.2), (0.94, 1.3), (1.23, 6.0)],
             exchange: [(0.9, 0.35), (1.3, 0.6)],
             megabytes: 3.8,
         },

@@ -120,6 +120,8 @@ pub(super) struct Product {
     /// Two blocks of a multiprocessor; one of 64, 128 and 256 channels.
     pub(super) together: StepAndTile,
     pub(super) blocks: [StepAndTile; 3],
+    /// Strips that three columns of the filter read, with 64, 96, 128 and 192 channels. A step has half as many channels.
+    pub(super) strips: [StepAndTile; 4],
     /// Exchange of parts, with what each doubling adds: in blocks of 64 channels, and in others.
     pub(super) exchange: [(f64, f64); 2],
     /// Megabytes of x, y and the residual in a microsecond.

@@ -1,6 +1,7 @@
 //! The expected time of a division of the matrix product.
 
-use super::cut::{Cut, Factors, Gather, gather, stores_pixels, stores_vectors};
+use super::cut::{Cut, Factors, Gather, gather, of_strips, stores_pixels, stores_vectors};
+use super::product::pairs_lie_in_rows;
 use crate::conv2d::gpu::chips::{ImplicitGemm, Product};
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -16,6 +17,7 @@ impl Cut {
         let (step, tile) = match gather(spec, p, *self, true) {
             // Two of a multiprocessor.
             _ if together => self.product(rates).together,
+            _ if self.strips => self.product(rates).strips[of_strips(self.block)],
             _ if self.maps => self.product(rates).blocks[self.block.ilog2() as usize - 6],
             _ if self.is_single() => match (self.block, self.parts) {
                 (64, 1) => rates.half[0],
@@ -79,7 +81,8 @@ impl Cut {
         let (launch, byte) = rates.copy;
         let sizes = [p.n, p.c, p.h, p.w, spec.x.dtype.size()].map(|size| size as f64);
         let copy = launch + byte * sizes.iter().product::<f64>();
-        let vectors = stores_vectors(&spec.y, p) || stores_pixels(&spec.y);
+        let pixels = stores_pixels(&spec.y) && pairs_lie_in_rows(*self, p);
+        let vectors = stores_vectors(&spec.y, p) || pixels;
         let stores = rounds * rates.stores * (self.pixels * self.block) as f64 / 16384.0;
         let taken = |yes, micros| if yes { micros } else { 0.0 };
         taken(copied, copy) + taken(!vectors, stores)

@@ -7,10 +7,16 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::{Accuracy, DType, TensorDesc};
 
-/// The output channels of a block (the last in one product), and the blocks of a cluster, which share the terms of a
-/// tile.
+/// The output channels of a block (the last in one product) and, where it reads strips, and the blocks of a cluster, which
+/// share the terms of a tile.
 pub(super) const BLOCKS: [usize; 3] = [64, 128, 256];
+pub(super) const STRIP_BLOCKS: [usize; 4] = [64, 96, 128, 192];
 pub(super) const PARTS: [usize; 4] = [1, 2, 4, 8];
+/// The pixels of a tile.
+pub(super) const TILE: usize = 128;
+/// The columns of the filter that read a strip, and the pixels that a strip has beside those of its block.
+const STRIP_COLUMNS: usize = 3;
+const STRIP_REACH: usize = 8;
 
 /// The way in which x is gathered; the discriminant is the kernel's.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,7 +54,7 @@ impl Factors {
         if self == Factors::Half { 8 } else { 4 }
     }
 
-    /// Terms of a step.
+    /// Terms of a step of one tap.
     fn step(self) -> usize {
         if self == Factors::Tf32 { 32 } else { 64 }
     }
@@ -60,6 +66,8 @@ pub(super) struct Cut {
     pub(super) factors: Factors,
     /// x comes by the copy engine.
     pub(super) maps: bool,
+    /// It comes in strips of pixels, of which all columns of the filter read.
+    pub(super) strips: bool,
     /// Output pixels of a block.
     pub(super) pixels: usize,
     pub(super) block: usize,
@@ -69,6 +77,8 @@ pub(super) struct Cut {
 /// What decides in which order the products of an output are added: divisions with the same order give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Order {
+    factors: Factors,
+    strips: bool,
     parts: usize,
     /// Of three products: groups fill up a block, and a NaN lets a block add its products in another way.
     block: Option<usize>,
@@ -87,13 +97,16 @@ impl Cut {
     /// The divisions for which a spec has kernels.
     pub(super) fn all(spec: &Conv2dSpec, p: &Problem) -> impl Iterator<Item = Self> {
         let p = *p;
-        let maps = copy_engine_reads(spec, &p);
         let residual = spec.residual;
-        of_factors(Factors::of(spec, maps), maps).filter(move |cut| {
+        let maps = copy_engine_reads(spec, &p, false);
+        let strips = copy_engine_reads(spec, &p, true).then(|| in_strips(Factors::of(spec, true)));
+        let taps = of_factors(Factors::of(spec, maps), maps);
+        taps.chain(strips.into_iter().flatten()).filter(move |cut| {
             // Vectors of channels lie in one group; those of the only one can be filled up.
             let whole = p.groups == 1 || p.c_group().is_multiple_of(cut.vector());
-            // There are no registers for a residual in f32 beside so many sums.
-            let fits = cut.factors != Factors::Tf32 || cut.block < 256 || !residual;
+            // There are no registers for a residual beside so many sums.
+            let most = if cut.factors == Factors::Tf32 { 192 } else { 256 };
+            let fits = !residual || cut.pixels * cut.block <= TILE * most;
             !cut.is_single() || whole && fits
         })
     }
@@ -110,11 +123,11 @@ impl Cut {
 
     /// The divisions with the parameters that are given.
     fn given(task: &Task<'_>) -> Vec<Self> {
-        let Conv2dConfiguration { block, parts, .. } = task.configuration;
+        let Conv2dConfiguration { tiles, block, parts, .. } = task.configuration;
         let fits = |given: Option<usize>, value| given.is_none_or(|given| given == value);
-        Cut::all(task.spec, task.problem)
-            .filter(|cut| fits(block, cut.block) && fits(parts, cut.parts))
-            .collect()
+        let all = Cut::all(task.spec, task.problem);
+        let of_tiles = all.filter(|cut| fits(tiles, cut.tiles()));
+        of_tiles.filter(|cut| fits(block, cut.block) && fits(parts, cut.parts)).collect()
     }
 
     /// Of these, the one with the least expected time among those with this order, and that time in microseconds.
@@ -130,11 +143,18 @@ impl Cut {
 
     /// What decides in which order the products of an output are added.
     fn order(&self) -> Order {
-        Order { parts: self.parts, block: (!self.is_single()).then_some(self.block) }
+        let Cut { factors, strips, parts, .. } = *self;
+        Order { factors, strips, parts, block: (!self.is_single()).then_some(self.block) }
+    }
+
+    /// Tiles of pixels of a block.
+    fn tiles(&self) -> usize {
+        self.pixels / TILE
     }
 
     pub(super) fn configuration(&self) -> Conv2dConfiguration {
         Conv2dConfiguration {
+            tiles: Some(self.tiles()),
             block: Some(self.block),
             parts: Some(self.parts),
             ..Conv2dConfiguration::new(Conv2dAlgorithm::ImplicitGemm)
@@ -161,12 +181,17 @@ impl Cut {
         (self.term_channels(p) * p.frames.kt * p.r * p.s).div_ceil(self.step())
     }
 
+    /// The distance of rows of y in the product: with strips as many pixels as a row's first and last taps enclose.
+    pub(super) fn pitch(&self, p: &Problem) -> usize {
+        if self.strips { p.ow + strip_reach(p) } else { p.ow }
+    }
+
     /// Pixels of y that an image takes in the product. Those of a video fill up blocks, so that a block has one image. In
     /// three products the 16 pixels of a warp have a common scale. If the bits of an image must not depend on other images, these pixels
     /// are of one image: the last ones fill up a warp.
     pub(super) fn image_pixels(&self, task: &Task<'_>) -> usize {
         const SCALED: usize = 16;
-        let pixels = task.problem.oh.saturating_mul(task.problem.ow);
+        let pixels = task.problem.oh.saturating_mul(self.pitch(task.problem));
         match () {
             () if task.problem.is_video() => pixels.next_multiple_of(self.pixels),
             () if task.options.batch_invariant && !self.is_single() => {
@@ -187,29 +212,58 @@ impl Cut {
         self.factors.vector()
     }
 
+    /// Taps of a step.
+    fn taps(&self) -> usize {
+        if self.strips { STRIP_COLUMNS } else { 1 }
+    }
+
+    /// Input channels of a step, unless taps have fewer.
+    pub(super) fn step_channels(&self) -> usize {
+        if self.strips { self.factors.step() / 2 } else { self.factors.step() }
+    }
+
     /// Terms of a step.
     pub(super) fn step(&self) -> usize {
-        self.factors.step()
+        self.step_channels() * self.taps()
     }
 
-    /// Bytes of a step: those of an output channel of the filter and, if it is one product, of a pixel.
-    pub(super) fn row_bytes(&self) -> usize {
-        if self.is_single() { 128 } else { 2 * self.step() * DType::F16.size() }
+    /// Bytes of an output channel of the filter in a step.
+    pub(super) fn channel_bytes(&self) -> usize {
+        match self.factors {
+            Factors::Split => 2 * self.step() * DType::F16.size(),
+            Factors::Tf32 => self.step() * DType::F32.size(),
+            Factors::Half => self.step() * DType::F16.size(),
+        }
     }
 
-    /// True if the kernel for y and a residual that are aligned, or not, takes a map of x. That of f16 and bf16 stores
-    /// single outputs in another order of pixels.
-    pub(super) fn has_map(&self, out_aligned: bool) -> bool {
-        self.maps && (out_aligned || self.factors == Factors::Tf32)
+    /// Pixels of a step.
+    pub(super) fn step_pixels(&self) -> usize {
+        if self.strips { self.pixels + STRIP_REACH } else { self.pixels }
+    }
+
+    /// Bytes of the pixels and of the filter in a step.
+    pub(super) fn stage_bytes(&self) -> usize {
+        let pixel = match self.factors {
+            Factors::Split => self.step() * DType::F32.size(),
+            Factors::Tf32 | Factors::Half => self.channel_bytes() / self.taps(),
+        };
+        self.step_pixels() * pixel + self.block * self.channel_bytes()
+    }
+
+    /// Threads of a block that bring x: a warp, or a warpgroup, which can give its registers to consumers of many sums.
+    pub(super) fn producers(&self) -> usize {
+        if self.maps && !(self.strips && self.block >= 128) { 32 } else { 128 }
     }
 
     /// Blocks that a multiprocessor holds at a time.
     pub(super) fn resident(&self) -> usize {
-        if self.maps && self.block == 64 && self.parts == 1 { 2 } else { 1 }
+        if self.maps && !self.strips && self.block == 64 && self.parts == 1 { 2 } else { 1 }
     }
 
     pub(super) fn stages(&self) -> usize {
         match (self.is_single(), self.block) {
+            // As many as fit into the shared memory.
+            (true, block) if self.strips => [7, 6, 5, 4][of_strips(block)],
             (false, 64) => 4,
             (false, _) => 3,
             (true, 64) => 8 * 128 / self.pixels / self.resident(),
@@ -232,13 +286,30 @@ impl Cut {
 fn of_factors(factors: Factors, maps: bool) -> impl Iterator<Item = Cut> {
     let maps = maps && factors != Factors::Split;
     let cut = move |block, parts| {
-        let cut = Cut { factors, maps, pixels: 128, block, parts };
+        let cut = Cut { factors, maps, strips: false, pixels: TILE, block, parts };
         // What is gathered by threads comes more slowly than a small filter.
         let wide = cut.is_single() && !maps && block == 64 && parts == 1;
-        Cut { pixels: if wide { 256 } else { 128 }, ..cut }
+        Cut { pixels: if wide { 2 * TILE } else { TILE }, ..cut }
     };
     let all = BLOCKS.into_iter().flat_map(move |block| PARTS.map(|parts| cut(block, parts)));
     all.filter(|cut| cut.block < 256 || cut.is_single() && cut.parts == 1)
+}
+
+/// The possible divisions that read strips.
+fn in_strips(factors: Factors) -> impl Iterator<Item = Cut> {
+    let cut =
+        move |block| Cut { factors, maps: true, strips: true, pixels: 2 * TILE, block, parts: 1 };
+    STRIP_BLOCKS.into_iter().map(cut)
+}
+
+/// The number of a block that reads strips among those.
+pub(super) fn of_strips(block: usize) -> usize {
+    STRIP_BLOCKS.iter().take_while(|&&other| other < block).count()
+}
+
+/// The pixels between the first and the last tap of a row of y, of which the first one is not counted.
+fn strip_reach(p: &Problem) -> usize {
+    p.s.saturating_sub(1).saturating_mul(p.dilation[1])
 }
 
 /// The way in which x is gathered if its address is aligned.
@@ -301,25 +372,33 @@ pub(super) fn stores_vectors(y: &TensorDesc, p: &Problem) -> bool {
 }
 
 /// The places, in one product, of the first tap of the first output and of the first tap of the last output, the latter
-/// counted from the end of x, in w and h.
-pub(super) fn corners(p: &Problem) -> [[i64; 2]; 2] {
+/// counted from the end of x, in w and h. With strips a row has so many pixels more.
+pub(super) fn corners(p: &Problem, reach: usize) -> [[i64; 2]; 2] {
     let of = |d: usize, outputs: usize, size: usize| {
         let last = outputs.saturating_sub(1) * p.stride[d] + 1;
         [-(p.padding[d] as i64), last as i64 - (size + p.padding[d]) as i64]
     };
     let ([first_h, last_h], [first_w, last_w]) = (of(0, p.oh, p.h), of(1, p.ow, p.w));
-    [[first_w, first_h], [last_w, last_h]]
+    [[first_w, first_h], [last_w + reach as i64, last_h]]
 }
 
-/// True if the copy engine can load the taps of one product, from x or its copy. f16 and bf16 need outputs that are
-/// vectors of channels or of pixels: it loads pixels in an order that single outputs cannot use.
-fn copy_engine_reads(spec: &Conv2dSpec, p: &Problem) -> bool {
+/// True if the copy engine can load the taps of one product, from x or its copy, one by one or in strips.
+fn copy_engine_reads(spec: &Conv2dSpec, p: &Problem, strips: bool) -> bool {
     let reach = |taps: usize, d: usize| taps.saturating_sub(1).saturating_mul(p.dilation[d]);
     let factors = Factors::of(spec, true);
-    p.c_group().is_multiple_of(factors.step())
-        && (factors != Factors::Half || stores_vectors(&spec.y, p) || stores_pixels(&spec.y))
-        && ![p.n, p.h, p.w, p.oh, p.ow, p.r, p.s].contains(&0)
-        && corners(p).as_flattened().iter().all(|at| (-128..128).contains(at))
+    let whole = |corner: &i64| (-128..128).contains(corner);
+    let fits = match strips {
+        false => p.c_group().is_multiple_of(factors.step()),
+        true => {
+            factors != Factors::Split
+                && p.c_group().is_multiple_of(factors.step() / 2)
+                && p.s == STRIP_COLUMNS
+                && p.stride[1] == 1
+                && strip_reach(p) <= STRIP_REACH
+        }
+    };
+    fits && ![p.n, p.h, p.w, p.oh, p.ow, p.r, p.s].contains(&0)
+        && corners(p, if strips { strip_reach(p) } else { 0 }).as_flattened().iter().all(whole)
         && reach(p.r, 0) < 256
         && reach(p.s, 1) < 256
         && p.stride.iter().all(|&stride| stride <= 8)
@@ -353,7 +432,8 @@ mod tests {
         ] {
             let (spec, problem) = spec(&x, &order, &[8, x[1], taps, taps], padding);
             let factors = Factors::Split;
-            let cut = Cut { factors, maps: false, pixels: 128, block: 64, parts: 1 };
+            let cut =
+                Cut { factors, maps: false, strips: false, pixels: TILE, block: 64, parts: 1 };
             assert_eq!(gather(&spec, &problem, cut, aligned), expected, "{x:?} {order:?} {taps}");
         }
     }
@@ -369,6 +449,25 @@ mod tests {
             }
             let (cut, _) = Cut::choose(&Task::on_h200(&spec, &problem)).unwrap();
             assert_eq!(cut.maps, maps, "{c} {order:?}");
+        }
+    }
+
+    #[test]
+    fn filters_of_three_columns_read_strips_of_large_images() {
+        for (c, k, size, taps, expected) in [
+            (96, 96, [240, 416], 3, Some(96)),
+            (256, 256, [512, 512], 3, Some(128)),
+            (256, 256, [512, 512], 1, None),
+            // Images of few pixels fill few blocks.
+            (64, 64, [8, 8], 3, None),
+        ] {
+            let x = [1, c, size[0], size[1]];
+            let (mut spec, problem) = spec(&x, &NHWC, &[k, c, taps, taps], taps / 2);
+            for desc in [&mut spec.x, &mut spec.w, &mut spec.y] {
+                desc.dtype = DType::BF16;
+            }
+            let (cut, _) = Cut::choose(&Task::on_h200(&spec, &problem)).unwrap();
+            assert_eq!(cut.strips.then_some(cut.block), expected, "{c} {size:?} {taps}");
         }
     }
 

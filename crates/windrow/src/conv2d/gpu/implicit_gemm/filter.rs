@@ -87,12 +87,13 @@ pub(super) fn filter_kernel(dtype: DType, cut: Cut, is_video: bool) -> KernelSpe
         .define("BLOCK_K", cut.block)
         .params::<FilterParams>();
     let filter = if is_video { filter.define("FRAMES", 1) } else { filter };
-    match cut.factors {
+    let filter = match cut.factors {
         Factors::Split => filter
             .define("FILTER_EXPONENT", FILTER_EXPONENT)
             .define("SHRINKAGE", format!("{:?}f", SHRINKAGE as f32)),
         // Rounding to TF32 is an instruction of NVIDIA's.
         Factors::Tf32 => filter.define("TF32", 1).needs(Feature::WarpgroupProducts),
         Factors::Half => filter,
-    }
+    };
+    if cut.strips { filter.define("STRIP", 1) } else { filter }
 }

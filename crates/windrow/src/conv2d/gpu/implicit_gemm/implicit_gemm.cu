@@ -25,9 +25,9 @@
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 
 // Four terms of two pixels for each product.
-__device__ __forceinline__ void load_terms(float (&v)[STEP_PRODUCTS][2][4], u32 stage, int row, int q) {
+__device__ __forceinline__ void load_terms(float (&v)[TAP_PRODUCTS][2][4], u32 stage, int row, int q) {
 #pragma unroll
-    for (int i = 0; i < STEP_PRODUCTS; i++) {
+    for (int i = 0; i < TAP_PRODUCTS; i++) {
 #pragma unroll
         for (int t = 0; t < 2; t++) {
 #if GATHER == CHANNELS
@@ -52,14 +52,14 @@ struct Scale {
     __device__ __forceinline__ Scale() : value(power_of_two(126)), limit(0) {}
 
     // Lowers it where a term is too large for it, with the sums so far. The factor by which it became smaller.
-    __device__ __forceinline__ float fit(const float (&v)[STEP_PRODUCTS][2][4], float (&sum)[SUMS]) {
+    __device__ __forceinline__ float fit(const float (&v)[TAP_PRODUCTS][2][4], float (&sum)[SUMS]) {
         float largest = 0;
 #pragma unroll
-        for (int i = 0; i < STEP_PRODUCTS * 8; i++) largest = fmaxf(largest, fabsf(v[i / 8][i / 4 % 2][i % 4]));
+        for (int i = 0; i < TAP_PRODUCTS * 8; i++) largest = fmaxf(largest, fabsf(v[i / 8][i / 4 % 2][i % 4]));
         if (!__any_sync(~0u, !(largest < limit))) return 1;
         u32 bits = 0;
 #pragma unroll
-        for (int i = 0; i < STEP_PRODUCTS * 8; i++) bits = max(bits, finite_magnitude(v[i / 8][i / 4 % 2][i % 4]));
+        for (int i = 0; i < TAP_PRODUCTS * 8; i++) bits = max(bits, finite_magnitude(v[i / 8][i / 4 % 2][i % 4]));
         bits = __reduce_max_sync(~0u, bits);
         const int exponent = INPUT_EXPONENT - (static_cast<int>(bits >> 23) - 127);
         const float fitting = fminf(value, power_of_two(min(max(exponent, -126), 126))), factor = fitting / value;
@@ -76,11 +76,11 @@ struct Scale {
 
 // The terms of a step as f16 parts, in the order of operand A.
 struct Operand {
-    u32 high[STEP_PRODUCTS][4], low[STEP_PRODUCTS][4];
+    u32 high[TAP_PRODUCTS][4], low[TAP_PRODUCTS][4];
 
-    __device__ __forceinline__ void split(const float (&v)[STEP_PRODUCTS][2][4], float scale) {
+    __device__ __forceinline__ void split(const float (&v)[TAP_PRODUCTS][2][4], float scale) {
 #pragma unroll
-        for (int i = 0; i < STEP_PRODUCTS; i++) {
+        for (int i = 0; i < TAP_PRODUCTS; i++) {
 #pragma unroll
             for (int t = 0; t < 2; t++) {
 #pragma unroll
@@ -115,7 +115,7 @@ struct Consumer {
     // Waits for the next stage and makes its operand. Returns the factor for the sums of the stage before.
     __device__ __forceinline__ float prepare(Operand& operand) {
         barrier_wait(barriers.full + 8 * ring.slot, ring.parity);
-        float v[STEP_PRODUCTS][2][4];
+        float v[TAP_PRODUCTS][2][4];
         load_terms(v, stages + ring.slot * STAGE_BYTES, row, lane % 4);
         const float factor = scale.fit(v, sum);
         operand.split(v, scale.value);
@@ -128,11 +128,11 @@ struct Consumer {
         const auto part = [&](int i, int n) { return w + ((2 * i + n) * PART_BYTES >> 4); };
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < STEP_PRODUCTS; i++) wgmma(acc, operand.low[i], part(i, 0), i > 0);
+        for (int i = 0; i < TAP_PRODUCTS; i++) wgmma(acc, operand.low[i], part(i, 0), i > 0);
 #pragma unroll
-        for (int i = 0; i < STEP_PRODUCTS; i++) wgmma(acc, operand.high[i], part(i, 1), 1);
+        for (int i = 0; i < TAP_PRODUCTS; i++) wgmma(acc, operand.high[i], part(i, 1), 1);
 #pragma unroll
-        for (int i = 0; i < STEP_PRODUCTS; i++) wgmma(acc, operand.high[i], part(i, 0), 1);
+        for (int i = 0; i < TAP_PRODUCTS; i++) wgmma(acc, operand.high[i], part(i, 0), 1);
         wgmma_commit();
     }
 

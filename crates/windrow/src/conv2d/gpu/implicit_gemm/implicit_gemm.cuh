@@ -11,12 +11,18 @@ constexpr bool IS_SPLIT = IS_F32 && !TF32;
 #define BLOCK_M 128   // output pixels of a block
 #define PRODUCERS 128 // threads that gather
 #endif
-constexpr int STEP_DEPTH = TF32 ? 32 : 64; // terms of a step
-constexpr int STEP_PRODUCTS = 4;
-constexpr int ROW_BYTES = STEP_DEPTH * sizeof(Element); // of a pixel
-constexpr int X_BYTES = BLOCK_M * ROW_BYTES;
+// With STRIP the pixels of a step are a strip that all columns of the filter read, each some pixels further on.
+#ifndef STRIP
+#define STRIP 0
+#endif
+constexpr int TAPS = STRIP ? 3 : 1;                          // whose products a step has
+constexpr int ROW_BYTES = IS_SPLIT ? 256 : STRIP ? 64 : 128; // of a pixel
+constexpr int STEP_CHANNELS = ROW_BYTES / sizeof(Element);
+constexpr int STEP_DEPTH = TAPS * STEP_CHANNELS; // terms of a step
+constexpr int TAP_PRODUCTS = IS_SPLIT ? 4 : ROW_BYTES / 32;
+constexpr int X_BYTES = (BLOCK_M + (STRIP ? 8 : 0)) * ROW_BYTES;
 constexpr int PART_BYTES = 32 * BLOCK_K; // of the filter, that a product multiplies
-constexpr int W_BYTES = STEP_PRODUCTS * (IS_SPLIT ? 2 : 1) * PART_BYTES;
+constexpr int W_BYTES = TAPS * TAP_PRODUCTS * (IS_SPLIT ? 2 : 1) * PART_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int CONSUMER_WARPS = 8;
 
@@ -36,8 +42,8 @@ struct ImageParams : ConvShape {    // offsets within x, or a frame of it, fit 3
     int unit_k;                     // output channels of a unit: groups that a block computes together, or one group
     int steps;                      // ceil(c * r * s / STEP_DEPTH), r as above
     int tiles;                      // of BLOCK_M pixels and BLOCK_K channels
-    Divisor image_pixels;           // oh * ow; or more, to fill up warps or blocks
-    Divisor ow_by;
+    Divisor image_pixels;           // oh * pitch; or more, to fill up warps or blocks
+    Divisor pitch;                  // of a row of y: ow, or more with STRIP
     Divisor k_blocks, unit_blocks;  // of y, of a unit
     Divisor group_k;                // output channels of a group
     Divisor c, s;                   // input channels of a unit, columns of the filter
@@ -54,12 +60,6 @@ struct Params : ImageParams {
 struct Params : ImageParams {};
 #endif
 static_assert(PARAMS_AGREE, "as the host's structure");
-
-// True if a pixel exists; others fill up warps or blocks.
-__device__ __forceinline__ bool has_pixel(const Params& p, int pixel) {
-    const int image = p.image_pixels.divide(pixel);
-    return pixel < p.pixels && pixel - image * static_cast<int>(p.image_pixels.value) < p.oh * p.ow;
-}
 
 // The row of a frame of the filter.
 __device__ __forceinline__ int row_of(const Params& p, int r) {
@@ -103,10 +103,11 @@ struct Term {
     __device__ __forceinline__ bool exists(const Params& p) const { return r < p.r; }
     __device__ __forceinline__ void next_tap(const Params& p) {
         c = 0;
-        if (++s == static_cast<int>(p.s.value)) {
-            s = 0;
-            r++;
-        }
+        if (++s == static_cast<int>(p.s.value)) next_row();
+    }
+    __device__ __forceinline__ void next_row() {
+        c = s = 0;
+        r++;
     }
 };
 
@@ -116,10 +117,16 @@ struct Pixel {
     __device__ __forceinline__ Pixel(const Params& p, int pixel) {
         image = p.image_pixels.divide(pixel);
         const int rest = pixel - image * static_cast<int>(p.image_pixels.value);
-        row = p.ow_by.divide(rest);
-        column = rest - row * static_cast<int>(p.ow_by.value);
+        row = p.pitch.divide(rest);
+        column = rest - row * static_cast<int>(p.pitch.value);
     }
 };
+
+// True if a pixel exists; others fill up rows, warps or blocks.
+__device__ __forceinline__ bool has_pixel(const Params& p, int pixel) {
+    const Pixel at(p, pixel);
+    return pixel < p.pixels && at.row < p.oh && at.column < p.ow;
+}
 
 // The pixel of a block that a row of the product is. For f16/bf16, four neighbours are in one thread once blocks of
 // 8 x 8 sums are transposed (implicit_gemm_halves.cuh).

@@ -7,17 +7,22 @@
 // The low part also carries the factor by which tensor cores shrink sums.
 //
 // f16/bf16, as they are: [k block, step of 64 terms, BLOCK_K channels, 64 terms], terms 8 i to 8 i + 7 of row n
-// at i ^ n % 8. f32 in one product, rounded to the nearest TF32: the same with steps of 32 terms, in fours.
+// at i ^ n % 8. With STRIP: [k block, row of the filter, 32 channels, one of 3 columns, BLOCK_K channels, 32 terms], terms
+// 8 i to 8 i + 7 of row n at i ^ n / 2 % 4. f32 in one product, rounded to the nearest TF32: the same with half the terms,
+// in fours.
 //
 // Output channels that have not changed since the filter was last packed are skipped.
 //
 // With FRAMES, r counts the rows of all frames of the filter.
 //
-// Constants: ELEMENT_*, BLOCK_K, FRAMES, TF32; for f32 in three products FILTER_EXPONENT, SHRINKAGE.
+// Constants: ELEMENT_*, BLOCK_K, FRAMES, TF32, STRIP; for f32 in three products FILTER_EXPONENT, SHRINKAGE.
 
 #include "conv2d.cuh"
 
-constexpr int STEP_DEPTH = 64; // terms of 16 bits of a step
+#ifndef STRIP
+#define STRIP 0
+#endif
+constexpr int STEP_DEPTH = 64; // terms of a step, in three products
 constexpr bool IS_SPLIT = IS_F32 && !TF32;
 
 struct Params {
@@ -100,17 +105,22 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
         *reinterpret_cast<uint4*>(to + 16 * BLOCK_K) = make_uint4(low[0], low[1], low[2], low[3]);
     }
 #else
-    for (int i = threadIdx.x; i < p.steps * 8; i += blockDim.x) {
+    constexpr int TAPS = STRIP ? 3 : 1, VECTORS = STRIP ? 4 : 8, VECTOR = 16 / sizeof(Element); // of a row of the product
+    const int channels = p.c.value, of_row = STRIP ? channels / (VECTORS * VECTOR) : p.steps; // steps
+    for (int i = threadIdx.x; i < p.steps * TAPS * VECTORS; i += blockDim.x) {
+        const int vector = i % VECTORS, tap = i / VECTORS % TAPS, step = i / (VECTORS * TAPS), r = step / of_row;
+        const int term = (r * TAPS + tap) * channels + ((step - r * of_row) * VECTORS + vector) * VECTOR;
         u32 v[4];
 #pragma unroll
         for (int q = 0; q < 4; q++)
 #if TF32
-            v[q] = float_to_tf32(weight(4 * i + q));
+            v[q] = float_to_tf32(weight(term + q));
 #else
-            v[q] = weight(8 * i + 2 * q) | static_cast<u32>(weight(8 * i + 2 * q + 1)) << 16;
+            v[q] = weight(term + 2 * q) | static_cast<u32>(weight(term + 2 * q + 1)) << 16;
 #endif
-        const i64 row = (static_cast<i64>(block) * p.steps + i / 8) * BLOCK_K + n;
-        *reinterpret_cast<uint4*>(p.packed + row * STEP_DEPTH + (i % 8 ^ n % 8) * 8) = make_uint4(v[0], v[1], v[2], v[3]);
+        const i64 row = ((static_cast<i64>(block) * p.steps + step) * TAPS + tap) * BLOCK_K + n;
+        const int place = vector ^ (STRIP ? n / 2 % 4 : n % 8);
+        *reinterpret_cast<uint4*>(p.packed + (row * VECTORS + place) * 8) = make_uint4(v[0], v[1], v[2], v[3]);
     }
 #endif
     digest.keep(p.seen, blockIdx.x);

@@ -261,8 +261,8 @@ __device__ __forceinline__ void produce(const Params& p, int thread, int2*, u32 
                 copy_pixels(stage, taken.map, barrier, taken.exists ? channel + term.c : taken.beyond, x, y, taken.image,
                             term.s * p.dilation_w, row_of(p, term.r) * p.dilation_h);
                 copy_in(stage + X_BYTES, p.filter + (static_cast<i64>(k_block) * p.steps + step) * W_BYTES, W_BYTES, barrier);
-                term.c += STEP_DEPTH;
-                if (term.c == static_cast<int>(p.c.value)) term.next_tap(p);
+                term.c += STEP_CHANNELS;
+                if (term.c == static_cast<int>(p.c.value)) STRIP ? term.next_row() : term.next_tap(p);
                 ring.advance(STAGES);
             }
         }

@@ -14,8 +14,9 @@ struct Place {
     __device__ __forceinline__ Place(const Params& p, int row, int lane) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
+            constexpr int OF_TWO = OUT == PIXEL_VECTORS ? 1 : 2; // places of two neighbours
             const int pixel = OUT == CHANNEL_VECTORS ? pixel_of(row + lane / 4 + 8 * i)
-                              : GATHER == MAP        ? row + lane % 4 * 2 + 8 * i
+                              : GATHER == MAP        ? row + lane % 4 * 2 + 8 * (i / OF_TWO) + i % OF_TWO
                                                      : row + lane % 4 * 4 + i;
             const bool exists = has_pixel(p, pixel);
             const Pixel at(p, exists ? pixel : 0);

@@ -4,12 +4,17 @@
 // A stage is 64 terms of a block's pixels and output channels, of f32 32, both in rows of 128 bytes that are swizzled as
 // wgmma requires. x is channels-last with whole vectors of channels. The copy engine rounds f32 on its way.
 //
+// With STRIP a stage has half as many channels, in rows of 64 bytes, of a strip of pixels and, for each of the three columns
+// of the filter, of the output channels. A strip is loaded once: what a column reads begins some rows further on. So rows of
+// y have the pitch of all pixels that their first and last taps enclose, and the last of these pixels are none of y.
+//
 // A block has two consumer warpgroups, which multiply half of its pixels by all of its channels, and producers. SPLIT
 // blocks of a cluster share the terms of a tile; then a block has one tile.
 //
 // Constants: ELEMENT_F16 or ELEMENT_BF16, or ELEMENT_F32 with TF32; EPILOGUE; RESIDUAL; FRAMES; GATHER 1 or 3, of f32 3;
-// PADDED 0 or 1: taps may be outside the image; BLOCK_M 128 or 256; BLOCK_K 64, 128 or 256; SPLIT 1, 2, 4 or 8; STAGES;
-// RESIDENT blocks of a multiprocessor; PRODUCERS 128 or, for GATHER 3, 32; OUT, as below.
+// PADDED 0 or 1, of GATHER 1: taps may be outside the image; STRIP 0 or, of GATHER 3, 1; BLOCK_M 128 or 256, with STRIP 256;
+// BLOCK_K 64, 128 or 256, with STRIP 64, 96, 128 or 192; SPLIT 1, 2, 4 or 8, with STRIP 1; STAGES; RESIDENT blocks of a
+// multiprocessor; PRODUCERS 128 or, for GATHER 3, 32; OUT, as below.
 
 #include "implicit_gemm_gather.cuh"
 
@@ -20,8 +25,7 @@ constexpr int SHARE = COLUMNS_J / SPLIT; // of them that a block stores
 constexpr int STORE_MOST = TF32 ? 2 : 4, STORE_J = SHARE < STORE_MOST ? SHARE : STORE_MOST; // and at a time: 16 bytes
 constexpr int STORES = SHARE / STORE_J;
 // There are registers for the residual in addition to the sums: 168 if no warpgroup gives any away.
-constexpr bool ADDS_EARLY = RESIDUAL && (PRODUCERS == 128 || BLOCK_K < 256), ADDS_LATE = RESIDUAL && !ADDS_EARLY;
-
+constexpr bool ADDS_EARLY = RESIDUAL && M_TILES * SUMS <= (PRODUCERS == 128 ? 128 : 64), ADDS_LATE = RESIDUAL && !ADDS_EARLY;
 // How y is stored: elements of any strides; vectors of channels; for f16/bf16 vectors of four pixels.
 #define ELEMENTS 0
 #define CHANNEL_VECTORS 1
@@ -85,13 +89,16 @@ struct Consumer {
             barrier_wait(full + 8 * ring.slot, ring.parity);
             if (GATHER == CHANNELS) copy_out_fence(); // copies by threads of the producer come before the products
             const u32 stage = stages + ring.slot * STAGE_BYTES;
-            const u64 x = swizzled_descriptor(stage + group * M_TILES * 64 * ROW_BYTES), w = swizzled_descriptor(stage + X_BYTES);
+            const u64 x = swizzled_descriptor<ROW_BYTES>(stage + group * M_TILES * 64 * ROW_BYTES);
+            const u64 w = swizzled_descriptor<ROW_BYTES>(stage + X_BYTES);
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < STEP_PRODUCTS; i++) {
+            for (int i = 0; i < TAPS * TAP_PRODUCTS; i++) {
+                const int tap = i / TAP_PRODUCTS, bytes = i % TAP_PRODUCTS * 32;
+                const u64 x_tap = x + (tap * p.dilation_w * ROW_BYTES >> 4), w_tap = w + (tap * BLOCK_K * ROW_BYTES >> 4);
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++)
-                    wgmma(sum[m], x + ((m * 64 * ROW_BYTES + i * 32) >> 4), w + (i * 32 >> 4), 1);
+                    wgmma(sum[m], x_tap + ((m * 64 * ROW_BYTES + bytes) >> 4), w_tap + (bytes >> 4), 1);
             }
             wgmma_commit();
             if (step > 0) {

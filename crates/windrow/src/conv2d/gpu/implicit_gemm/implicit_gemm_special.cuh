@@ -6,7 +6,7 @@
 // A weight as it was before it was packed, except for its last bits: see implicit_gemm_filter.cu.
 __device__ __forceinline__ float weight_at(const Params& p, int k_block, int column, int term, float scale) {
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
-    const i64 product = static_cast<i64>(k_block) * p.steps * STEP_PRODUCTS + term / 16;
+    const i64 product = static_cast<i64>(k_block) * p.steps * TAP_PRODUCTS + term / 16;
     const int at = term % 4 / 2 * (8 * BLOCK_K) + n / 8 * 64 + n % 8 * 8 + term % 16 / 4 * 2 + term % 2;
     const u16* const halves = reinterpret_cast<const u16*>(p.filter) + product * PART_BYTES + at;
     const float high = f16_to_float(halves[0]), low = f16_to_float(halves[PART_BYTES / 2]);

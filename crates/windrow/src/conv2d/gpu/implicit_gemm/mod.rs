@@ -9,7 +9,7 @@ mod parameters;
 mod product;
 mod run;
 
-use self::cut::{BLOCKS, Cut, Factors, Gather, PARTS, gather, rows_lie_like};
+use self::cut::{BLOCKS, Cut, Factors, Gather, PARTS, STRIP_BLOCKS, gather, rows_lie_like};
 use self::filter::filter_kernel;
 use self::product::product;
 use super::input::{Input, copy_kernel, is_aligned};
@@ -64,22 +64,30 @@ impl Method for ImplicitGemmMethod {
                 "implicit_gemm.cu conv2d_implicit_gemm_f32 GATHER={0,1,2} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f32,f16,bf16} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f32,f16,bf16} BLOCK_K=256 SPLIT=1 sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f32,f16,bf16} STRIP=1 BLOCK_K={64,96,128,192} sm_90",
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER=1 OUT={0,1,2} sm_90",
-                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER=3 OUT={1,2} sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER=3 STRIP={0,1} OUT={0,1,2} sm_90",
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_f32 GATHER=3 OUT={0,1} sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 BLOCK_K={64,128} sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 TF32=1 BLOCK_K={64,128,256} sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f16,bf16} BLOCK_K={64,128,256} sm_90",
+                "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f32,f16,bf16} STRIP=1 BLOCK_K={64,96,128,192} sm_90",
                 "implicit_gemm.cu conv2d_implicit_gemm_f32 GATHER={0,1,2} FRAMES=1 by:conv3d sm_90",
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f16,bf16} GATHER={1,3} FRAMES=1 by:conv3d sm_90",
                 "implicit_gemm_single.cu conv2d_implicit_gemm_single_f32 GATHER=3 FRAMES=1 by:conv3d sm_90",
+                "implicit_gemm_single.cu conv2d_implicit_gemm_single_{f32,f16,bf16} STRIP=1 FRAMES=1 by:conv3d sm_90",
                 "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f32,f16,bf16} FRAMES=1 by:conv3d sm_90",
             ],
             parameters: &[
                 Parameter {
+                    name: "tiles",
+                    values: "tiles of 128 pixels of a block: 1 or, in one product, 2",
+                    is_valid: |tiles| matches!(tiles, 1 | 2),
+                },
+                Parameter {
                     name: "block",
-                    values: "output channels of a block: 64, 128 or, in one product, 256",
-                    is_valid: |block| BLOCKS.contains(&block),
+                    values: "output channels of a block: 64, 128 or, in one product, 96, 192 or 256",
+                    is_valid: |block| BLOCKS.contains(&block) || STRIP_BLOCKS.contains(&block),
                 },
                 Parameter {
                     name: "parts",
@@ -162,7 +170,8 @@ impl ImplicitGemm {
         let Some((cut, _)) = Cut::choose(task) else {
             return Err(Error::unsupported(
                 format!("conv2d with {}", task.configuration),
-                "implicit_gemm has block (64, 128, in one product 256) and parts (1, 2, 4, 8)",
+                "implicit_gemm has tiles (1, in one product 2), block (64, 128, in one product 96, 192, 256) and \
+                 parts (1, 2, 4, 8)",
             ));
         };
         // What is read: the images themselves, or the frames of a video.
@@ -202,7 +211,7 @@ impl ImplicitGemm {
     }
 
     fn filter_bytes(&self) -> usize {
-        let step = self.cut.block * self.cut.row_bytes();
+        let step = self.cut.block * self.cut.channel_bytes();
         self.cut.k_blocks(&self.problem) * self.cut.steps(&self.problem) * step
     }
 
@@ -238,7 +247,9 @@ impl Prepared for ImplicitGemm {
     fn packed_form(&self) -> PackedForm {
         let products = if self.cut.is_single() { 1 } else { 3 };
         // That of a video is another one if it has one frame.
-        let order = 2 * self.cut.block + usize::from(self.video.is_some());
+        let order = [self.cut.strips, self.video.is_some()]
+            .into_iter()
+            .fold(self.cut.block, |order, is| 2 * order + usize::from(is));
         PackedForm::new("implicit_gemm", self.spec.x.dtype, products, order)
     }
 
@@ -270,11 +281,12 @@ impl Prepared for ImplicitGemm {
     }
 
     fn explain(&self) -> String {
-        let Cut { factors, pixels, block, parts, .. } = self.cut;
+        let Cut { factors, strips, pixels, block, parts, .. } = self.cut;
         let gathered = match (&self.input, gather(&self.spec, &self.problem, self.cut, true)) {
             (Some(input), _) if !self.copies_nothing(input) => "a copy in channels-last order",
             (_, Gather::Any) => "elements",
             (_, Gather::Pixels) => "vectors of pixels",
+            _ if strips => "strips of pixels",
             (_, Gather::Channels | Gather::Map) => "vectors of channels",
         };
         let products = match factors {

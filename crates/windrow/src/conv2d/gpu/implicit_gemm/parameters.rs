@@ -17,7 +17,7 @@ params! {
         pub(super) steps: i32,
         pub(super) tiles: i32,
         pub(super) image_pixels: Divisor,
-        pub(super) ow_by: Divisor,
+        pub(super) pitch: Divisor,
         pub(super) k_blocks: Divisor,
         pub(super) unit_blocks: Divisor,
         pub(super) group_k: Divisor,

@@ -38,8 +38,7 @@ pub(super) fn product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -
 }
 
 fn split_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
-    let stage = cut.step() * cut.pixels * size_of::<f32>() + cut.block * cut.row_bytes();
-    let stages = cut.stages();
+    let (stage, stages) = (cut.stage_bytes(), cut.stages());
     // Behind the stages: rows of the tile, for each warp constants of its channels and a scale, barriers.
     let of_warps = CONSUMER_WARPS * (2 * cut.block * size_of::<f32>() + 16);
     let shared = stages * (stage + 16) + cut.pixels * 8 + of_warps + 16;
@@ -66,40 +65,40 @@ fn with_params(product: KernelSpec, p: &Problem) -> KernelSpec {
 }
 
 fn single_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
-    let stage = (cut.pixels + cut.block) * cut.row_bytes();
-    let stages = cut.stages();
+    let (stage, stages) = (cut.stage_bytes(), cut.stages());
     // Behind the stages: rows of the tile, for each warp the bias of its channels, barriers.
     let of_warps = CONSUMER_WARPS * cut.block * size_of::<f32>();
     let shared = stages * (stage + 16) + cut.pixels * 8 + of_warps;
     let rounds = cut.factors == Factors::Tf32;
     let out = match aligned {
         true if stores_vectors(&spec.y, p) => 1,
-        true if stores_pixels(&spec.y) && !rounds => 2,
+        true if stores_pixels(&spec.y) && !rounds && pairs_lie_in_rows(cut, p) => 2,
         _ => 0,
     };
-    let maps = cut.has_map(aligned);
     let product = kernel(&SINGLE_PRODUCT, "implicit_gemm_single", spec.x.dtype);
     let product = if rounds { product.define("TF32", 1) } else { product };
     let product = with_epilogue(product, spec)
         .needs(Feature::WarpgroupProducts)
-        .define("GATHER", if maps { Gather::Map } else { Gather::Channels } as i32)
-        .define("PADDED", i32::from(is_padded(p)))
+        .define("GATHER", if cut.maps { Gather::Map } else { Gather::Channels } as i32)
+        .define("PADDED", i32::from(!cut.maps && is_padded(p)))
+        .define("STRIP", i32::from(cut.strips))
         .define("BLOCK_M", cut.pixels)
         .define("BLOCK_K", cut.block)
         .define("SPLIT", cut.parts)
         .define("STAGES", stages)
-        .define("RESIDENT", if maps { cut.resident() } else { 1 })
-        .define("PRODUCERS", producers(maps))
+        .define("RESIDENT", cut.resident())
+        .define("PRODUCERS", cut.producers())
         .define("OUT", out)
         .shared_bytes(shared as u32);
     with_params(product, p)
 }
 
-/// The threads of a block, of one product with a map of x or without.
-pub(super) fn threads(maps: bool) -> usize {
-    32 * CONSUMER_WARPS + producers(maps)
+/// True if two neighbouring pixels of the product that begin at an even one lie in one row of y, or none of them does.
+pub(super) fn pairs_lie_in_rows(cut: Cut, p: &Problem) -> bool {
+    !cut.strips || p.ow.is_multiple_of(2) && cut.pitch(p).is_multiple_of(2)
 }
 
-fn producers(maps: bool) -> usize {
-    if maps { 32 } else { 128 }
+/// The threads of a block.
+pub(super) fn threads(cut: Cut) -> usize {
+    32 * CONSUMER_WARPS + cut.producers()
 }

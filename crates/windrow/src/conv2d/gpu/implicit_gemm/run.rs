@@ -18,8 +18,6 @@ struct Images {
     /// Images of y.
     n: usize,
     strides: [i64; 4],
-    /// True if their kernel takes a map of them.
-    maps: bool,
     video: Option<Frames>,
 }
 
@@ -46,14 +44,13 @@ impl ImplicitGemm {
         let n = self.problem.n;
         let Some(input) = &self.input else {
             let kernel = self.kernel(is_aligned(operands.x) && out_aligned)?;
-            let x = Images { n, strides: strides_of_x, maps: false, video: None };
+            let x = Images { n, strides: strides_of_x, video: None };
             // SAFETY: the caller's promise.
             return unsafe { self.launch(stream, kernel, packed, operands, x) };
         };
-        let maps = self.cut.has_map(out_aligned);
         let kernel = self.kernel(out_aligned)?;
         if self.copies_nothing(input) && is_aligned(operands.x) {
-            let x = Images { n, strides: strides_of_x, maps, video: None };
+            let x = Images { n, strides: strides_of_x, video: None };
             // SAFETY: the caller's promise.
             return unsafe { self.launch(stream, kernel, packed, operands, x) };
         }
@@ -62,7 +59,7 @@ impl ImplicitGemm {
             let n = images.min(n - first);
             let piece = operands.after_images(&self.spec, first);
             let copied = Operands { x: piece.scratch, ..piece };
-            let x = Images { n, strides: self.copied_strides(input), maps, video: None };
+            let x = Images { n, strides: self.copied_strides(input), video: None };
             // SAFETY: the caller's promise; `n` images fit the copy.
             unsafe {
                 self.copy(stream, input, (piece.x, n), piece.scratch)?;
@@ -84,10 +81,7 @@ impl ImplicitGemm {
         let (n, out_aligned) = (self.problem.n, operands.is_out_aligned(16));
         let initial = operands.initial.map(|at| (at, video.reads.initial_count()));
         let in_place = self.reads_in_place(video, operands.x, operands.initial);
-        let (kernel, maps) = match &self.input {
-            None => (self.kernel(in_place && out_aligned)?, false),
-            Some(_) => (self.kernel(out_aligned)?, self.cut.has_map(out_aligned)),
-        };
+        let kernel = self.kernel(out_aligned && (self.input.is_some() || in_place))?;
         let copied = self.input.as_ref().filter(|_| !in_place);
         let images = if copied.is_some() { self.images } else { n };
         let copy = operands.scratch.wrapping_add(video.copy_bytes());
@@ -108,7 +102,7 @@ impl ImplicitGemm {
                 }
             };
             let video = Some(Frames { count, params, initial });
-            let images = Images { n: piece.images.len(), strides, maps, video };
+            let images = Images { n: piece.images.len(), strides, video };
             let piece_operands = Operands { x, ..piece.operands };
             // SAFETY: the caller's promise; the frames of a piece fit the copy.
             unsafe {
@@ -171,7 +165,7 @@ impl ImplicitGemm {
         let k_blocks = self.cut.k_blocks(p);
         let pixels = x.n * self.image_pixels;
         let tiles = pixels.div_ceil(self.cut.pixels) * k_blocks;
-        let map = match x.maps {
+        let map = match self.cut.maps {
             true => {
                 let count = x.video.as_ref().map_or(x.n, |video| video.count);
                 self.map(operands.x, count, x.strides)?
@@ -191,14 +185,14 @@ impl ImplicitGemm {
             steps: self.cut.steps(p) as i32,
             tiles: tiles as i32,
             image_pixels: Divisor::new(self.image_pixels.max(1)),
-            ow_by: Divisor::new(p.ow.max(1)),
+            pitch: Divisor::new(self.cut.pitch(p).max(1)),
             k_blocks: Divisor::new(k_blocks),
             unit_blocks: Divisor::new(unit.blocks),
             group_k: Divisor::new(p.k_group()),
             c: Divisor::new(self.cut.term_channels(p)),
             s: Divisor::new(p.s),
         };
-        let threads = threads(x.maps);
+        let threads = threads(self.cut);
         // Blocks stay for all tiles. A cluster for which there is no room would begin when the others have ended.
         let clusters = match self.cut.parts {
             1 => self.gpu.info.multiprocessors as usize,
@@ -210,7 +204,7 @@ impl ImplicitGemm {
             return unsafe { kernel.launch(stream, launch, &params) };
         };
         let initial_map = match initial {
-            Some((at, count)) if x.maps => self.map(at, count, frames.initial_strides())?,
+            Some((at, count)) if self.cut.maps => self.map(at, count, frames.initial_strides())?,
             _ => TensorMap::NONE,
         };
         let (frame_r, all_c) = (Divisor::new(p.r), p.c as i32);
@@ -222,7 +216,8 @@ impl ImplicitGemm {
     /// The copy engine's description of so many images.
     fn map(&self, address: *const u8, n: usize, strides: [i64; 4]) -> Result<TensorMap> {
         let p = &self.problem;
-        let [first, last] = corners(p).map(|corner| corner.map(|at| at as i32));
+        let reach = self.cut.pitch(p) - p.ow;
+        let [first, last] = corners(p, reach).map(|corner| corner.map(|at| at as i32));
         let pixels = TensorPixels {
             dtype: self.spec.x.dtype,
             address,
@@ -232,8 +227,8 @@ impl ImplicitGemm {
             first,
             last,
             step: [p.stride[1] as u32, p.stride[0] as u32],
-            pixels: self.cut.pixels,
-            channels: self.cut.step(),
+            pixels: self.cut.step_pixels(),
+            channels: self.cut.step_channels(),
             tf32: self.cut.factors == Factors::Tf32,
         };
         TensorMap::of_pixels(self.gpu, &pixels)

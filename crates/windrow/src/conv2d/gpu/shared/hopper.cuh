@@ -158,95 +158,59 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const u32 (&a)[4], u64 b, 
 
 // ---- wgmma, both operands in shared memory ----
 
-// Descriptor of a matrix in rows of 128 bytes of shared memory (64 elements of f16/bf16, 32 of f32), swizzled: 16 bytes i
-// of row r lie at i ^ r % 8. Rows begin at a multiple of 1024; `address` may be 32 bytes further on, or 64, or 96.
-__device__ __forceinline__ u64 swizzled_descriptor(u32 address) {
-    return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
+// Descriptor of a matrix in rows of 128 or 64 bytes of shared memory, swizzled: 16 bytes i of row r lie at i ^ r % 8, or at
+// i ^ r / 2 % 4. Rows are counted from a multiple of eight rows; the matrix may begin at any row, and `address` may be
+// 32 bytes further on, or 64, or 96.
+template <int ROW_BYTES> __device__ __forceinline__ u64 swizzled_descriptor(u32 address) {
+    constexpr u64 SWIZZLE = ROW_BYTES == 128 ? 1 : 2, EIGHT_ROWS = 8 * ROW_BYTES;
+    return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | EIGHT_ROWS >> 4 << 32 | SWIZZLE << 62;
 }
 
-// As the products above; with COLUMNS d[64, N] = a^T b, for a[16, 64] and b[16, N] with columns side by side.
-template <int COLUMNS>
-__device__ __forceinline__ void wgmma_shared(float (&d)[32], u64 a, u64 b, int accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64" MMA_DEPTH ".f32." MMA_TYPE "." MMA_TYPE " "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, p, 1, 1" MMA_TURNED("%35") ";\n"
-        "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "l"(a), "l"(b), "r"(accumulate), "n"(COLUMNS));
-}
+// The registers of sums, as the text of an instruction names them and as its operands.
+#define NAMES_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_48 NAMES_32 ", " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NAMES_64 NAMES_48 ", " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_96 NAMES_64 ", " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_128 NAMES_96 ", " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define REGISTERS_8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define REGISTERS_16(i) REGISTERS_8(i), REGISTERS_8(i + 8)
+#define REGISTERS_32 REGISTERS_16(0), REGISTERS_16(16)
+#define REGISTERS_48 REGISTERS_32, REGISTERS_16(32)
+#define REGISTERS_64 REGISTERS_48, REGISTERS_16(48)
+#define REGISTERS_96 REGISTERS_64, REGISTERS_16(64), REGISTERS_16(80)
+#define REGISTERS_128 REGISTERS_96, REGISTERS_16(96), REGISTERS_16(112)
 
-template <int COLUMNS>
-__device__ __forceinline__ void wgmma_shared(float (&d)[64], u64 a, u64 b, int accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128" MMA_DEPTH ".f32." MMA_TYPE "." MMA_TYPE " "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1" MMA_TURNED("%67") ";\n"
-        "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(accumulate), "n"(COLUMNS));
-}
+// As the products above, for N columns and N / 2 sums, behind which the further operands are numbered; with COLUMNS
+// d[64, N] = a^T b, for a[16, 64] and b[16, N] with columns side by side.
+#define WGMMA_SHARED(N, SUMS, A, B, ACCUMULATE, TURNED) \
+    template <int COLUMNS> \
+    __device__ __forceinline__ void wgmma_shared(float (&d)[SUMS], u64 a, u64 b, int accumulate) { \
+        asm volatile( \
+            "{\n" \
+            ".reg .pred p;\n" \
+            "setp.ne.b32 p, " ACCUMULATE ", 0;\n" \
+            "wgmma.mma_async.sync.aligned.m64n" N MMA_DEPTH ".f32." MMA_TYPE "." MMA_TYPE " " \
+            "{" NAMES_##SUMS "}, " A ", " B ", p, 1, 1" MMA_TURNED(TURNED) ";\n" \
+            "}" \
+            : REGISTERS_##SUMS \
+            : "l"(a), "l"(b), "r"(accumulate), "n"(COLUMNS)); \
+    }
+WGMMA_SHARED("64", 32, "%32", "%33", "%34", "%35")
+WGMMA_SHARED("96", 48, "%48", "%49", "%50", "%51")
+WGMMA_SHARED("128", 64, "%64", "%65", "%66", "%67")
+WGMMA_SHARED("192", 96, "%96", "%97", "%98", "%99")
+WGMMA_SHARED("256", 128, "%128", "%129", "%130", "%131")
 
-__device__ __forceinline__ void wgmma(float (&d)[128], u64 a, u64 b, int accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256" MMA_DEPTH ".f32." MMA_TYPE "." MMA_TYPE " "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, p, 1, 1" MMA_TURNED("0") ";\n"
-        "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-          "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-          "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-          "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-          "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-          "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-          "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-          "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-__device__ __forceinline__ void wgmma(float (&d)[32], u64 a, u64 b, int accumulate) {
-    wgmma_shared<0>(d, a, b, accumulate);
-}
-
-__device__ __forceinline__ void wgmma(float (&d)[64], u64 a, u64 b, int accumulate) {
+template <int N> __device__ __forceinline__ void wgmma(float (&d)[N], u64 a, u64 b, int accumulate) {
     wgmma_shared<0>(d, a, b, accumulate);
 }
 
