@@ -164,13 +164,21 @@ impl Conv2dCall {
         py: Python<'_>,
         filter: TensorRef<'a>,
     ) -> Option<Weights<'a>> {
+        let is_of = self.kept.as_ref().is_none_or(|kept| kept.is_of(py, &filter));
+        is_of.then(|| self.held_weights(filter))
+    }
+
+    /// [`Conv2dCall::weights`] while the caller holds [`Conv2dCall::storage`] and the filter lies where it lay.
+    pub(crate) fn held_weights<'a>(&'a self, filter: TensorRef<'a>) -> Weights<'a> {
         match &self.kept {
-            None => Some(Weights::Raw(filter)),
-            Some(kept) if kept.is_of(py, &filter) => {
-                Some(Weights::Cached(filter, kept.cache.get().frozen(kept.frozen)))
-            }
-            Some(_) => None,
+            None => Weights::Raw(filter),
+            Some(kept) => Weights::Cached(filter, kept.cache.get().frozen(kept.frozen)),
         }
+    }
+
+    /// The memory that packed forms belong to, if there are any and it lives.
+    pub(crate) fn storage(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.kept.as_ref()?.storage.bind(py).upgrade().map(Bound::unbind)
     }
 }
 

@@ -40,6 +40,8 @@ pub(crate) struct Conv2dSequence {
     expected: Vec<(usize, TensorDesc)>,
     /// Those of the convolutions.
     filters: Vec<(Seen, Option<Seen>)>,
+    /// The memory of those that have packed forms: as long as it lives, no other filter lies there.
+    _storages: Vec<Py<PyAny>>,
     /// Cache lines that comparisons of the filters read.
     lines: Vec<usize>,
     results: Vec<usize>,
@@ -100,17 +102,17 @@ impl Conv2dSequence {
             PyResult::Ok((Seen::of("weight", weight)?, bias))
         });
         let filters = filters.collect::<PyResult<Vec<_>>>()?;
+        let storages = convolutions().filter_map(|call| call.storage(py)).collect();
         let fit = convolutions().zip(&filters).all(|(call, (weight, bias))| {
             let (spec, bias) = (call.plan().spec(), bias.as_ref().map(Seen::on_cpu));
-            weight.on_cpu() == Some(&spec.w) && bias == spec.bias.as_ref().map(Some)
+            let is_of_call = weight.view().is_some_and(|weight| call.weights(py, weight).is_some());
+            is_of_call && weight.on_cpu() == Some(&spec.w) && bias == spec.bias.as_ref().map(Some)
         });
         if convolutions().count() != filters.len() || !fit {
             return Err(PyValueError::new_err("filters do not fit the convolutions"));
         }
-        let mut lines = Vec::new();
-        for (weight, bias) in &filters {
-            bias.iter().chain([weight]).try_for_each(|tensor| tensor.add_lines(py, &mut lines))?;
-        }
+        let tensors = filters.iter().flat_map(|(weight, bias)| bias.iter().chain([weight]));
+        let lines = tensors.flat_map(Seen::lines).collect();
         let elements = steps.iter().map(|(call, ..)| call.elements()).max().unwrap_or(0);
         let is_own = |value: usize| value >= images && places[value] == Place { value, bytes: 0 };
         let mut expected = Vec::new();
@@ -153,6 +155,7 @@ impl Conv2dSequence {
             steps,
             expected,
             filters,
+            _storages: storages,
             lines,
             results,
             bytes,
@@ -191,13 +194,12 @@ impl Conv2dSequence {
         if !self.expected.iter().all(is_as_expected) {
             return Ok(None);
         }
-        let mut given_filters = Vec::with_capacity(self.filters.len());
         let convolutions = self.steps.iter().filter_map(|step| step.call.convolution());
-        for (call, (weight, bias)) in convolutions.zip(&self.filters) {
-            let weights = weight.view().and_then(|weight| call.weights(py, weight));
-            let Some(weights) = weights else { return Ok(None) };
-            given_filters.push((weights, bias.as_ref().and_then(Seen::view)));
-        }
+        let given_filters = convolutions.zip(&self.filters).map(|(call, (weight, bias))| {
+            let weights = call.held_weights(weight.view().expect("`new` has compared it"));
+            (weights, bias.as_ref().and_then(Seen::view))
+        });
+        let given_filters = given_filters.collect();
         let given: Vec<_> = images.iter().map(Array::view).collect();
         let computed = run(py, &images[0], self.bytes, self.elements, |workspace| {
             let compute = || self.compute(&given, given_filters, workspace);

@@ -79,9 +79,12 @@ pub(crate) struct ExchangeApi {
     pub(crate) to_object:
         unsafe extern "C" fn(*mut DLManagedTensorVersioned, *mut *mut PyObject) -> i32,
     /// Fills a tensor that borrows from the object.
-    pub(crate) borrow: Option<unsafe extern "C" fn(*mut PyObject, *mut DLTensor) -> i32>,
+    pub(crate) borrow: Option<Borrow>,
     pub(crate) current_stream: unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> i32,
 }
+
+/// [`ExchangeApi::borrow`]
+pub(crate) type Borrow = unsafe extern "C" fn(*mut PyObject, *mut DLTensor) -> i32;
 
 /// Element types: Windrow's, DLPack's code and bits, PyTorch's name.
 const TYPES: [(DType, u8, u8, &str); 7] = [

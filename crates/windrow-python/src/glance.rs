@@ -2,8 +2,8 @@
 //! addresses are taken. An [`Array`](crate::array::Array) has room for eight dimensions and for copies, and moving it
 //! about costs more than the rest of a small call.
 
-use crate::access::{Access, access, may_be_negative};
-use crate::dlpack::{self, DLDataType, DLDevice, DLTensor};
+use crate::access::{Access, Exchange, access, may_be_negative};
+use crate::dlpack::{self, Borrow, DLDataType, DLDevice, DLTensor};
 use pyo3::prelude::*;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -22,20 +22,78 @@ pub(crate) struct Form<const RANK: usize> {
 pub(crate) fn glance<const RANK: usize>(
     object: &Bound<'_, PyAny>,
 ) -> PyResult<Option<(Form<RANK>, *mut c_void)>> {
-    const FLOATING_POINT: u8 = 2;
     let Access::Exchange(exchange) = access(object)? else { return Ok(None) };
-    let Some(borrow) = exchange.api.borrow else { return Ok(None) };
+    let Some(tensor) = exchange.api.borrow.and_then(|borrow| borrowed(borrow, object)) else {
+        return Ok(None);
+    };
+    Ok(form_of(&exchange, &tensor).map(|form| (form, address_of(&tensor))))
+}
+
+/// A tensor's form and address, which are compared with what they were.
+pub(crate) struct Glance<const RANK: usize> {
+    borrow: Borrow,
+    form: Form<RANK>,
+    address: *mut c_void,
+}
+
+// SAFETY: the address is compared only.
+unsafe impl<const RANK: usize> Send for Glance<RANK> {}
+// SAFETY: as above.
+unsafe impl<const RANK: usize> Sync for Glance<RANK> {}
+
+impl<const RANK: usize> Glance<RANK> {
+    /// None where [`glance`] gives none.
+    pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
+        let Access::Exchange(exchange) = access(object)? else { return Ok(None) };
+        let Some(borrow) = exchange.api.borrow else { return Ok(None) };
+        let seen = glance(object)?;
+        Ok(seen.map(|(form, address)| Glance { borrow, form, address }))
+    }
+
+    pub(crate) fn address(&self) -> *mut c_void {
+        self.address
+    }
+
+    /// True if an object, of the type of the first one, has form and address that were seen.
+    pub(crate) fn is_same(&self, object: &Bound<'_, PyAny>) -> bool {
+        borrowed(self.borrow, object).is_some_and(|tensor| {
+            let Form { device, dtype, rank, shape, strides } = &self.form;
+            let is_like = tensor.ndim as usize == *rank
+                && tensor.device == *device
+                && tensor.dtype == *dtype
+                && address_of(&tensor) == self.address
+                && !tensor.strides.is_null();
+            // SAFETY: shape and strides have so many numbers, and live as long as the object.
+            let lies = |d: usize| unsafe {
+                *tensor.shape.add(d) as usize == shape[d]
+                    && *tensor.strides.add(d) as isize == strides[d]
+            };
+            is_like && (0..*rank).all(lies)
+        })
+    }
+}
+
+/// What the library says of an array. None if it refuses.
+fn borrowed(borrow: Borrow, object: &Bound<'_, PyAny>) -> Option<DLTensor> {
     let mut tensor = MaybeUninit::<DLTensor>::uninit();
-    // SAFETY: the table was found on the object's type; it fills the tensor or fails.
+    // SAFETY: the function was found on the object's type; it fills the tensor or fails.
     if unsafe { borrow(object.as_ptr(), tensor.as_mut_ptr()) } != 0 {
         drop(PyErr::take(object.py()));
-        return Ok(None);
+        return None;
     }
     // SAFETY: filled.
-    let tensor = unsafe { tensor.assume_init() };
+    Some(unsafe { tensor.assume_init() })
+}
+
+fn address_of(tensor: &DLTensor) -> *mut c_void {
+    tensor.data.wrapping_byte_add(tensor.byte_offset as usize)
+}
+
+fn form_of<const RANK: usize>(exchange: &Exchange, tensor: &DLTensor) -> Option<Form<RANK>> {
+    const FLOATING_POINT: u8 = 2;
     let rank = tensor.ndim as usize;
     if rank > RANK || tensor.strides.is_null() || tensor.data.is_null() {
-        return Ok(None);
+        return None;
     }
     let (device, dtype) = (tensor.device, tensor.dtype);
     let mut form = Form { device, dtype, rank, shape: [0; RANK], strides: [0; RANK] };
@@ -46,11 +104,10 @@ pub(crate) fn glance<const RANK: usize>(
             form.strides[d] = *tensor.strides.add(d) as isize;
         }
     }
-    let address = tensor.data.wrapping_byte_add(tensor.byte_offset as usize);
-    let misaligned = !address.addr().is_multiple_of(usize::from(dtype.bits / 8).max(1));
+    let misaligned = !address_of(tensor).addr().is_multiple_of(usize::from(dtype.bits / 8).max(1));
     let negative = exchange.can_be_negative
         && dtype.code == FLOATING_POINT
         && may_be_negative(&form.shape[..rank], &form.strides[..rank]);
     let special = negative || (misaligned && device.device_type == dlpack::CPU);
-    Ok((!special).then_some((form, address)))
+    (!special).then_some(form)
 }

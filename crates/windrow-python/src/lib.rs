@@ -21,6 +21,7 @@ mod openmp;
 mod output;
 mod seen;
 mod torch;
+mod torch_memory;
 mod unchanged;
 mod verify;
 

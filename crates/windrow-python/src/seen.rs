@@ -1,24 +1,23 @@
 //! A tensor that is compared with what it was.
 
 use crate::array::Array;
-use crate::glance::{Form, glance};
-use pyo3::intern;
+use crate::glance::Glance;
+use crate::torch_memory::Words;
 use pyo3::prelude::*;
 use windrow::{Device, TensorDesc, TensorRef};
 
 /// Dimensions of tensors that are compared at a glance: those of filters.
 const RANK: usize = 5;
-/// The bytes that a comparison reads of a Python object, of PyTorch's structure behind it and of that of its memory. With
-/// other numbers it takes a different time only.
-const READ: [usize; 3] = [48, 192, 48];
 const LINE: usize = 64;
 
 /// A tensor with type, shape, strides, device and address as they were.
 pub(crate) struct Seen {
     object: Py<PyAny>,
     kind: usize,
+    /// None for other libraries' arrays.
+    words: Option<Words>,
     /// None if more has to be looked at.
-    form: Option<Form<RANK>>,
+    glance: Option<Glance<RANK>>,
     /// None for types that the library does not know.
     known: Option<(TensorDesc, Device)>,
     address: usize,
@@ -26,16 +25,17 @@ pub(crate) struct Seen {
 
 impl Seen {
     pub(crate) fn of(arg: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let (form, array) = (glance(object)?, Array::import(arg, object));
+        let (glance, array) = (Glance::of(object)?, Array::import(arg, object));
         let known = array.as_ref().ok().map(|array| (array.desc, array.device));
-        let address = match (&form, array) {
-            (Some((_, address)), _) => *address,
+        let address = match (&glance, array) {
+            (Some(glance), _) => glance.address(),
             (None, array) => array?.address(),
         };
         Ok(Seen {
             object: object.clone().unbind(),
             kind: object.get_type_ptr().addr(),
-            form: form.map(|(form, _)| form),
+            words: Words::of(object)?,
+            glance,
             known,
             address: address.addr(),
         })
@@ -53,15 +53,25 @@ impl Seen {
         }
     }
 
+    /// True if the tensor is as it was and nobody has counted a write. False says nothing.
+    pub(crate) fn is_untouched(&self, py: Python<'_>) -> bool {
+        // SAFETY: the object lives.
+        let are_same = |words: &Words| unsafe { words.are_same() };
+        self.bind(py).get_type_ptr().addr() == self.kind
+            && self.words.as_ref().is_some_and(are_same)
+    }
+
     /// True if the tensor is as it was. Its content may be another.
     pub(crate) fn is_same(&self, py: Python<'_>) -> PyResult<bool> {
+        if self.is_untouched(py) {
+            return Ok(true);
+        }
         let object = self.bind(py);
         if object.get_type_ptr().addr() != self.kind {
             return Ok(false);
         }
-        if let Some(form) = &self.form {
-            let now = glance(object)?;
-            return Ok(now.is_some_and(|(now, at)| at.addr() == self.address && now == *form));
+        if let Some(glance) = &self.glance {
+            return Ok(glance.is_same(object));
         }
         let now = Array::import("tensor", object)?;
         let is_known = Some((now.desc, now.device)) == self.known;
@@ -75,19 +85,12 @@ impl Seen {
         self.on_cpu().map(|desc| unsafe { TensorRef::from_raw(at, *desc, Device::Cpu) })
     }
 
-    /// Adds the cache lines that a comparison reads.
-    pub(crate) fn add_lines(&self, py: Python<'_>, lines: &mut Vec<usize>) -> PyResult<()> {
-        let (object, cdata) = (self.bind(py), intern!(py, "_cdata"));
-        let mut add = |start: usize, bytes: usize| {
-            lines.extend((start / LINE..=(start + bytes - 1) / LINE).map(|line| line * LINE));
-        };
-        add(object.as_ptr().addr(), READ[0]);
-        // Only PyTorch's tensors have these.
-        if let Some(tensor) = object.getattr_opt(cdata)? {
-            add(tensor.extract()?, READ[1]);
-            let memory = object.call_method0(intern!(py, "untyped_storage"))?;
-            add(memory.getattr(cdata)?.extract()?, READ[2]);
-        }
-        Ok(())
+    /// The cache lines that a comparison reads.
+    pub(crate) fn lines(&self) -> impl Iterator<Item = usize> {
+        let object = [(self.object.as_ptr().addr(), 2 * size_of::<usize>())];
+        let reads = object.into_iter().chain(self.words.iter().flat_map(Words::reads));
+        reads
+            .flat_map(|(start, bytes)| start / LINE..=(start + bytes - 1) / LINE)
+            .map(|line| line * LINE)
     }
 }

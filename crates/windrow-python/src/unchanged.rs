@@ -6,10 +6,11 @@
 
 use crate::seen::Seen;
 use pyo3::exceptions::PyValueError;
-use pyo3::ffi::{PyDict_Size, PyObject};
+use pyo3::ffi::{Py_tp_descr_get, PyDict_Size, PyObject, PyType_GetSlot, descrgetfunc};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use std::ffi::c_void;
 use windrow::internal::prefetch;
 
 /// Dictionaries, modules and tensors with what they were.
@@ -32,8 +33,8 @@ struct Versions {
 
 struct Tensor {
     seen: Seen,
-    /// The number of writes. None for tensors from inference mode, which do not count them.
-    writes: Option<i64>,
+    /// The number of writes, and what reads it. None for tensors from inference mode, which do not count them.
+    writes: Option<(Writes, i64)>,
 }
 
 /// The place of the version number in a dictionary of CPython before 3.12, which is the first with another: behind the
@@ -57,7 +58,11 @@ impl Unchanged {
         let tensors = tensors.iter().map(|tensor| {
             let writes = match tensor.call_method0(intern!(py, "is_inference"))?.is_truthy()? {
                 true => None,
-                false => Some(writes(tensor)?),
+                false => {
+                    let writes = Writes::of(tensor)?;
+                    let before = writes.read(tensor)?;
+                    Some((writes, before))
+                }
             };
             PyResult::Ok(Tensor { seen: Seen::of("tensor", tensor)?, writes })
         });
@@ -65,8 +70,7 @@ impl Unchanged {
         if empty.iter().any(|dict| !dict.is_empty()) {
             return Err(PyValueError::new_err("a dictionary of `empty` is not empty"));
         }
-        let mut lines = Vec::new();
-        tensors.iter().try_for_each(|tensor| tensor.seen.add_lines(py, &mut lines))?;
+        let mut lines: Vec<_> = tensors.iter().flat_map(|tensor| tensor.seen.lines()).collect();
         lines.sort_unstable();
         lines.dedup();
         let kinds = modules.into_iter().map(|m| {
@@ -95,12 +99,12 @@ impl Unchanged {
         {
             return Ok(false);
         }
-        for tensor in &self.tensors {
+        for tensor in self.tensors.iter().filter(|tensor| !tensor.seen.is_untouched(py)) {
             if !tensor.seen.is_same(py)? {
                 return Ok(false);
             }
-            if let Some(before) = tensor.writes
-                && writes(tensor.seen.bind(py))? != before
+            if let Some((writes, before)) = &tensor.writes
+                && writes.read(tensor.seen.bind(py))? != *before
             {
                 return Ok(false);
             }
@@ -141,8 +145,34 @@ fn version_of(dict: &Py<PyDict>) -> u64 {
     unsafe { dict.as_ptr().byte_add(VERSION).cast::<u64>().read() }
 }
 
-fn writes(tensor: &Bound<'_, PyAny>) -> PyResult<i64> {
-    tensor.getattr(intern!(tensor.py(), "_version"))?.extract()
+/// The attribute of a tensor with the number of writes. To look it up takes longer than to read it.
+struct Writes {
+    attribute: Py<PyAny>,
+    /// What reads a tensor's attribute.
+    get: descrgetfunc,
+}
+
+impl Writes {
+    fn of(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let attribute = tensor.get_type().getattr(intern!(tensor.py(), "_version"))?;
+        // SAFETY: a type; a slot that it has is a function of the type that goes with the slot.
+        let get = unsafe {
+            let get = PyType_GetSlot(attribute.get_type_ptr(), Py_tp_descr_get);
+            std::mem::transmute::<*mut c_void, Option<descrgetfunc>>(get)
+        };
+        let get = get.ok_or_else(|| PyValueError::new_err("`_version` of a type is a value"))?;
+        Ok(Writes { attribute: attribute.unbind(), get })
+    }
+
+    fn read(&self, tensor: &Bound<'_, PyAny>) -> PyResult<i64> {
+        let (py, kind) = (tensor.py(), tensor.get_type_ptr());
+        // SAFETY: the function of the attribute's type, for a tensor; it gives a new object or sets an exception.
+        let read = unsafe {
+            let read = (self.get)(self.attribute.as_ptr(), tensor.as_ptr(), kind.cast());
+            Bound::from_owned_ptr_or_err(py, read)?
+        };
+        read.extract()
+    }
 }
 
 /// Words of memory with what they were.

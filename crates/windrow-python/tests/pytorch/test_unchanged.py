@@ -120,3 +120,34 @@ def test_words():
     for place in (0, memory.data_ptr() + 4):
         with pytest.raises(ValueError, match="address"):
             _native.Words([place])
+
+
+def test_a_tensor_that_is_swapped_for_another():
+    for kind in (nn.Parameter, torch.Tensor):
+        tensors = [kind(torch.zeros(4, 3)) for _ in range(3)]
+        same = made(tensors[:2])
+        assert same()
+        torch.utils.swap_tensors(tensors[1], tensors[2])
+        assert not same()
+
+
+def test_memory_that_moves():
+    tensors = parameters()
+    same = made(tensors)
+    tensors[3].untyped_storage().resize_(1 << 20)
+    assert not same()
+    same = made(tensors)
+    assert same()
+    tensors[2].share_memory_()
+    assert not same()
+
+
+def test_what_changes_nothing():
+    tensors = parameters()
+    same = made(tensors)
+    held = [t.detach() for t in tensors] + [t.data for t in tensors] + [t.untyped_storage() for t in tensors]
+    assert same() and held
+    tensors[2].requires_grad_(True)
+    assert same()
+    held = [t.view_as(t) for t in tensors]
+    assert same() and held
