@@ -67,14 +67,16 @@ type Filter<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
 #[pymethods]
 impl Conv2dSequence {
-    /// `filters` are those of the convolutions.
+    /// `filters` are those of the convolutions. `flat` are results with one pixel that are given as matrices.
     #[new]
+    #[pyo3(signature = (images, steps, results, filters, flat=Vec::new()))]
     fn new(
         py: Python<'_>,
         images: usize,
         steps: Vec<Given>,
         results: Vec<usize>,
         filters: Vec<Filter<'_>>,
+        flat: Vec<usize>,
     ) -> PyResult<Self> {
         let values = images + steps.len();
         let places = places(images, &steps)?;
@@ -137,7 +139,16 @@ impl Conv2dSequence {
             Call::View(view) if view.get().of.is_none() => Some(view.get().y),
             _ => None,
         });
-        let memory = memory.collect();
+        let mut memory: Vec<_> = memory.collect();
+        for &value in &flat {
+            let y = match results.contains(&value) {
+                true => matrix(steps[value - images].0.y())?,
+                false => None,
+            };
+            let wrong =
+                || PyValueError::new_err(format!("value {value} is no result of one pixel"));
+            memory[value - images] = Some(y.ok_or_else(wrong)?);
+        }
         let steps = steps.into_iter().enumerate().filter_map(|(i, (call, image, second, _))| {
             let image = image.filter(|_| !matches!(call, Call::View(_)))?;
             let last_read: Vec<_> =
@@ -220,6 +231,15 @@ impl Conv2dSequence {
         });
         finished.collect::<PyResult<_>>().map(Some)
     }
+}
+
+/// The matrix [n, c] of an image with one pixel.
+fn matrix(y: &TensorDesc) -> PyResult<Option<TensorDesc>> {
+    let [n, c, 1, 1] = *y.shape() else { return Ok(None) };
+    let matrix = TensorDesc::contiguous(y.dtype, &[n, c]).py()?;
+    let strides = y.layout.strides();
+    let is_dense = (n < 2 || strides[0] == c as isize) && (c < 2 || strides[1] == 1);
+    Ok(is_dense.then_some(matrix))
 }
 
 /// Makes chains of steps where that pays. Gives the bytes of their workspace.

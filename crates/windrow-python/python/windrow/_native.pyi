@@ -527,10 +527,12 @@ class Conv2dSequence:
         steps: Sequence[tuple[Conv2dCall | ImageStep | ImageView, int | None, int | None, int | None]],
         results: Sequence[int],
         filters: Sequence[tuple[Array, Array | None]],
+        flat: Sequence[int] = (),
     ) -> None:
         """`steps` are calls, each with the values that it reads, the image, and what a convolution adds, a gate or a second
-        image, and with the value that it writes to. `filters` are those of the convolutions. Raises ValueError if a step
-        does not fit those before it, or a filter its convolution."""
+        image, and with the value that it writes to. `flat` are results with one pixel that are given as matrices, and
+        `filters` those of the convolutions. Raises ValueError if a step does not fit those before it, or a filter its
+        convolution."""
     def __call__(self, images: Sequence[A]) -> list[A] | None: ...
 
 @final

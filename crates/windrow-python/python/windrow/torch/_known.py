@@ -217,8 +217,9 @@ class Calls:
         # Not if somebody has written to a parameter since the constants were computed.
         if not found.is_same(given):
             return None
-        for i, _ in places:
-            given[i] = None
+        # The arguments of a call come in their places, and nobody reads the others.
+        read = {*found.passed, *guarded} - {i for i, _ in places}
+        given = [t if i in read else None for i, t in enumerate(given)]
         # Dynamo has just found that all this is as the graph expects it.
         types = {*map(type, modules)}
         attributes = {*kept.classes, *((kind, "forward") for of in types for kind in (of, parts_of(of)[0]))}

@@ -145,12 +145,11 @@ class Compiled(Derived):
     _windrow_part: _Part | None = None
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        kind = parts_of(type(self))[0]
-        if self._windrow_part is None or _is_observed(args, kwargs):
-            return kind.forward(self, *args, **kwargs)
-        run = self.__dict__.get(RUN)
+        is_observed = self._windrow_part is None or _is_observed(args, kwargs)
+        run = None if is_observed else self.__dict__.get(RUN)
         if run is None:
-            if _is_captured():
+            kind = parts_of(type(self))[0]
+            if is_observed or _is_captured():
                 return kind.forward(self, *args, **kwargs)
             run = self.__dict__.setdefault(RUN, _Run(self, kind, self._windrow_part))
         return run(self, *args, **kwargs)

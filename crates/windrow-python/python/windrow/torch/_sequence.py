@@ -3,7 +3,7 @@ a small convolution can cost as much as computing it."""
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -100,9 +100,10 @@ def in_sequences(traced: fx.GraphModule) -> None:
         read = [node for node in nodes if any(user not in nodes for user in node.users)]
         # Whoever reads channels reads them in the memory that they are in.
         results = sorted({own for node in read if (own := places[value[node]].value) >= len(images)})
+        flat = {value[node]: views for node in read if (views := _flattened(node)) and value[node] in results}
         name = f"convolutions_{number}"
         held = {n.target: traced._modules.pop(n.target) for n in nodes if n.op == "call_module"}
-        traced.add_module(name, Sequence(held, len(images), steps, results))
+        traced.add_module(name, Sequence(held, len(images), steps, results, [*flat]))
         with graph.inserting_before(nodes[0]):
             call = graph.call_module(name, (*images,))
             returned = dict(enumerate(images))
@@ -111,6 +112,9 @@ def in_sequences(traced: fx.GraphModule) -> None:
             for node in read:
                 own, channels = places[value[node]]
                 new = returned[own]
+                for view in flat.get(own, ()):
+                    view.replace_all_uses_with(new)
+                    graph.erase_node(view)
                 if channels is not None:
                     first, size = channels
                     new = graph.call_function(_aten.slice.Tensor, (new, 1, first, first + size))
@@ -148,6 +152,28 @@ def _view(node: fx.Node) -> Channels | Memory | None:
     return None
 
 
+def _flattened(node: fx.Node) -> list[fx.Node]:
+    """The nodes that read the channels of a value with one pixel as a matrix, if nothing else reads it."""
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor) or made.shape[2:] != (1, 1):
+        return []
+    users = [*node.users]
+    is_view = lambda n: n.target in (_aten.view.default, _aten.squeeze.dims) and n.meta["val"].shape == made.shape[:2]
+    return users if all(map(is_view, users)) else []
+
+
+def called_alone(module: fx.GraphModule) -> Callable[..., Any]:
+    """The function of a graph. One of a graph that is nothing but a sequence calls it without PyTorch's way to call
+    modules, which looks for hooks that the graph's own modules have not."""
+    *given, last, output = module.graph.nodes
+    by = dict(module.named_children()).get(str(last.target))
+    is_alone = all(node.op == "placeholder" for node in given) and [*last.args] == given and not last.kwargs
+    if not isinstance(by, Sequence) or not is_alone or output.args != ((last,),):
+        return module.forward
+    forward = by.forward
+    return lambda *images: (forward(*images),)
+
+
 @dataclass(frozen=True)
 class _Stage:
     """A range of a sequence's modules, from `first` to before `last`."""
@@ -173,10 +199,13 @@ class Sequence(Remembering):
 
     FOUND_OUT = ("_stages",)
 
-    def __init__(self, modules: dict[str, Any], images: int, steps: Several[Step], results: Several[int]) -> None:
+    def __init__(
+        self, modules: dict[str, Any], images: int, steps: Several[Step], results: Several[int], flat: Several[int]
+    ) -> None:
+        """`flat` are results with one pixel that are given as matrices."""
         super().__init__()
         self._modules.update(modules)
-        self.images, self.steps, self.results = images, steps, results
+        self.images, self.steps, self.results, self.flat = images, steps, results, flat
         self.places = _places(images, steps)
         own = lambda value: self.places[value].value
         last = {own(value): i for i, step in enumerate(steps) for value in step.values}
@@ -188,7 +217,7 @@ class Sequence(Remembering):
     def of(self, modules: dict[str, Any]) -> "Sequence":
         """The same sequence of other convolutions."""
         held = {name: modules.get(name, own) for name, own in self._modules.items()}
-        return Sequence(held, self.images, self.steps, self.results)
+        return Sequence(held, self.images, self.steps, self.results, self.flat)
 
     def forward(self, *images: Tensor) -> Any:
         stages, seen = [_Stage(0, len(self.steps))], None
@@ -213,7 +242,7 @@ class Sequence(Remembering):
                     self._forget()
         if ways is not None and None not in ways:
             self._remember(seen, ways)
-        results = [values[i] for i in self.results]
+        results = [values[i].flatten(1) if i in self.flat else values[i] for i in self.results]
         return results[0] if len(results) == 1 else (*results,)
 
     def _call(self, stage: _Stage, values: list[Any], found: list[Way | None] | None) -> None:
@@ -278,7 +307,8 @@ class Sequence(Remembering):
         calls: list[Any] = [way.call if type(way) is Called else way for way in ways[first:last]]
         read_by = [(call, *map(number.get, step[1:])) for call, step in zip(calls, steps, strict=True)]
         filters = [(way.weight, way.bias) for way in ways[first:last] if type(way) is Called]
-        call = _native.Conv2dSequence(len(images), read_by, [number[value] for value in results], filters)
+        flat = [number[value] for value in self.flat] if len(steps) == len(self.steps) else []
+        call = _native.Conv2dSequence(len(images), read_by, [number[value] for value in results], filters, flat)
         return _Stage(first, last, (), call, images, results, parts)
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from windrow.torch._batch_invariant import NOT_PROMISED, is_batch_invariant, others
+from windrow.torch._sequence import called_alone
 from windrow.torch.backend._check import Check
 from windrow.torch.backend._choice import is_pytorchs, is_step_pytorchs
 from windrow.torch.backend._concat import concatenate_in_place, write_in_place
@@ -62,7 +63,7 @@ def by_eager(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
     def inferred(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         frozen = _Frozen(module, inputs, _static_inputs(), options, None)
-        return frozen.call_bound(lambda bound: make_boxed_func(bound.forward))
+        return frozen.call_bound(lambda bound: make_boxed_func(called_alone(bound)))
 
     made = aot_autograd(
         fw_compiler=trained, bw_compiler=trained, inference_compiler=inferred, keep_inference_input_mutations=True
@@ -197,7 +198,7 @@ class _Frozen:
 
             return compute, modules
 
-        held = ConstantsCache(self.constants, self.watched, make)
+        held = ConstantsCache(self.constants, self.watched, passed, make)
 
         def run(inputs: list[Any]) -> Any:
             found = held.found(inputs)

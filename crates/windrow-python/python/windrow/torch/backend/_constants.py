@@ -230,6 +230,7 @@ class _OfParameters:
     modules: Any
     constants: list[Tensor]
     watched: Sequence[int]
+    passed: Sequence[int]
     # The addresses of the graph's inputs.
     pointers: list[int | None]
     # The version counters and strides of watched inputs; and the memory of those from inference_mode.
@@ -265,9 +266,10 @@ def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]
 class ConstantsCache:
     """The constants of a compiled graph, which may serve several models of the same structure."""
 
-    def __init__(self, constants: Constants, watched: Sequence[int], make: Make) -> None:
-        """Sets up an empty cache. `watched`: the indices of the inputs that `constants` watches."""
-        self.prologue, self.watched, self.make = constants.prologue(), watched, make
+    def __init__(self, constants: Constants, watched: Sequence[int], passed: Sequence[int], make: Make) -> None:
+        """Sets up an empty cache. `watched`: the indices of the inputs that `constants` watches; `passed`: of those that
+        the graph reads."""
+        self.prologue, self.watched, self.passed, self.make = constants.prologue(), watched, passed, make
         self.all_watched = _getter(watched)
         like = map(value, constants.inputs)
         self.like = [(t.shape, t.stride(), t.dtype, t.device) for t in like]
@@ -314,7 +316,7 @@ class ConstantsCache:
         for i in self.watched:
             pointers[i] = inputs[i].data_ptr()
         found = _OfParameters(
-            run, modules, constants, self.watched, pointers, versions, strides, uncounted,
+            run, modules, constants, self.watched, self.passed, pointers, versions, strides, uncounted,
             self.all_watched, _getter(counted), _sample(given), references,
         )  # fmt: skip
         self._found[key] = found

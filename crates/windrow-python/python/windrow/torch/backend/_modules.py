@@ -11,7 +11,7 @@ from windrow.torch._image_step import ImageStep
 from windrow.torch._library import OPERATORS
 from windrow.torch._sequence import Sequence as Convolutions
 from windrow.torch._sequence import in_sequences
-from windrow.torch.backend._constants import Constants
+from windrow.torch.backend._constants import Constants, value
 
 
 def to_modules(
@@ -35,6 +35,7 @@ def to_modules(
         module.add_module(name, FusedConv2d(None, None, options, activation, accuracy))  # type: ignore[arg-type]
         with graph.inserting_before(node):
             call = graph.call_module(name, (x,) if given[1:] == (None,) else given)
+        call.meta["val"] = value(node)
         node.replace_all_uses_with(call)
         graph.erase_node(node)
     in_sequences(module)
