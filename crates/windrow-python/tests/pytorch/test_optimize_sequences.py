@@ -233,10 +233,36 @@ def test_steps_that_do_not_fit_are_an_error(made):
     for wrong in ([], filters * 2, [(up.weight, None)], [(up.bias, up.weight)], [(up.weight[:, :4], up.bias)]):
         with pytest.raises(ValueError, match="filters"):
             _native.Conv2dSequence(1, [(call, 0, None, None)], [1], wrong)
+    for flat in (1, 0, 2):
+        with pytest.raises(ValueError, match="pixel"):
+            _native.Conv2dSequence(1, [(call, 0, None, None)], [1], filters, [flat])
     one = _native.Conv2dSequence(1, [(call, 0, None, None)], [1], filters)
     with torch.no_grad():
         assert torch.equal(one([image])[0], up(image))
         assert one([image[:1]]) is None and one([]) is None and one([image, image]) is None
+
+
+class Classifier(nn.Module):
+    def __init__(self, both):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(8, 16, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        self.last, self.both = nn.Linear(16, 5), both
+
+    def forward(self, x):
+        mean = self.features(x)
+        return (self.last(mean.flatten(1)), mean) if self.both else self.last(mean.flatten(1))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_result_of_one_pixel_is_a_matrix(both, graphs):
+    model, x = Classifier(both).eval(), leaf(1, *X[1:], grad=False)
+    fast = optimize(model, check=False)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), model(x))
+        assert len(sequence(graphs[-1]).flat) == 1
+        y = fast(x)
+        torch.testing.assert_close(singly(graphs[-1], x), y if both else (y,))
 
 
 @pytest.mark.parametrize(

@@ -367,6 +367,38 @@ def test_a_reset_of_the_compiler():
             torch._dynamo.reset()
 
 
+def times_factor(net, x):
+    return net.b(net.a(x).relu()) * FACTOR.value
+
+
+class Factor:
+    value = 2.0
+
+
+FACTOR, OTHER = Factor(), 0
+
+
+def test_globals_that_change(monkeypatch):
+    """Of the model's module and of others, and globals that the model does not read."""
+    model = Net(times_factor).eval()
+    fast, x = optimize(model), image()
+    other = Factor()
+    other.value = 3.0
+    with torch.no_grad():
+        for change in (
+            lambda: monkeypatch.setitem(globals(), "OTHER", 1),
+            lambda: monkeypatch.setitem(globals(), "FACTOR", other),
+            lambda: monkeypatch.setattr(other, "value", 4.0),
+            lambda: monkeypatch.setattr(F, "unread", 1, raising=False),
+            lambda: monkeypatch.setattr(F, "conv2d", lambda *args, conv=F.conv2d: conv(*args) + 1),
+        ):
+            for _ in range(3):
+                close(fast(x), model(x))
+            change()
+            for _ in range(3):
+                close(fast(x), model(x))
+
+
 class Last(nn.Module):
     def __init__(self, take, give=lambda y: y):
         super().__init__()

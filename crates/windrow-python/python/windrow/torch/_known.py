@@ -32,6 +32,7 @@ _dict_version = _guards.dict_version
 _OF_MODULE = re.compile(r"(?:\._modules\['[^']*'\]|\.__dict__\['_modules'\]\['[^']*'\])*")
 _ATTRIBUTE = re.compile(r"\.(\w+)")
 _METHOD = re.compile(r"type\((.*?)\)(?:\.__mro__\[\d+\])?\.(\w+)")
+_LOOKED_UP = re.compile(r"\.(\w+)|\['([^']*)'\]")
 _ARGUMENT = re.compile(r"L\['\w+'\](\[\d+\])?")
 # The dictionaries of a module that are compared, and those that must be empty.
 _COMPARED = ("_parameters", "_buffers", "_modules")
@@ -91,9 +92,10 @@ class _Known:
     classes: list[type]
     names: list[str]
     attributes: list[Any]
-    # Global objects: a function that looks them up, and what it found.
-    globals: Callable[[], Iterable[Any]]
-    objects: Sequence[Any]
+    # The dictionaries in which global objects are found, these, and those for which something else is asked.
+    scopes: _native.Unchanged
+    globals: "_Globals"
+    others: "_Globals"
     containers: list[tuple[Any, list[Any]]]
     # The graph's inputs, which of them `tensors` guards, and where arguments of the call stand among them.
     given: list[Any]
@@ -113,7 +115,8 @@ class _Known:
                 self.state.check()
                 and self.unchanged()
                 and all(map(operator.is_, map(getattr, self.classes, self.names), self.attributes))
-                and all(map(operator.is_, self.globals(), self.objects))
+                and (self.scopes() or self.globals.are_same())
+                and self.others.are_same()
                 and self.tensors.check(*[given[i] for i in self.guarded])
                 and all(_is_same(container, leaves) for container, leaves in self.containers)
                 and self.found.are_contents_same()
@@ -225,12 +228,12 @@ class Calls:
         attributes = {*kept.classes, *((kind, "forward") for of in types for kind in (of, parts_of(of)[0]))}
         classes, names = [kind for kind, _ in attributes], [name for _, name in attributes]
         scope = self._scope(module)
-        look_up = eval(f"lambda: ({''.join(f'{name},' for name in kept.names)})", scope)
+        scopes, others = _scopes(kept.names, scope["G"])
         containers = [eval(source, scope) for source in kept.containers]
         return _Known(
             _guards.GlobalStateGuard(), _guards.TensorGuards(*tensors, **how), unchanged,
-            classes, names, [*map(getattr, classes, names)], look_up, look_up(), [(c, [*flat(c)]) for c in containers],
-            given, guarded, places, found, pick, torch.is_grad_enabled(),
+            classes, names, [*map(getattr, classes, names)], scopes, _Globals(kept.names, scope), _Globals(others, scope),
+            [(c, [*flat(c)]) for c in containers], given, guarded, places, found, pick, torch.is_grad_enabled(),
         )  # fmt: skip
 
     def _scope(self, module: nn.Module) -> dict[str, Any]:
@@ -267,6 +270,33 @@ class Calls:
         except Exception:  # What a source raises that PyTorch's own helpers belong to is anything.
             return None
         return kept
+
+
+class _Globals:
+    """Global objects, by their sources."""
+
+    def __init__(self, names: Iterable[str], scope: dict[str, Any]) -> None:
+        self._look_up = eval(f"lambda: ({''.join(f'{name},' for name in names)})", scope)
+        self._objects = self._look_up()
+
+    def are_same(self) -> bool:
+        return all(map(operator.is_, self._look_up(), self._objects))
+
+
+def _scopes(names: Iterable[str], own: dict[str, Any]) -> tuple[_native.Unchanged, list[str]]:
+    """The dictionaries in which the sources `names` are looked up one after the other, from a function's globals on, and
+    the names for which something else is asked."""
+    dicts, modules, others = {id(own): own}, dict[int, Any](), []
+    for name in names:
+        held: Any = own
+        for attribute, key in _LOOKED_UP.findall(name):
+            if type(held) is types.ModuleType and attribute:
+                modules[id(held)], held = held, vars(held)
+            if type(held) is not dict or (attribute or key) not in held:
+                others.append(name)
+                break
+            dicts[id(held)], held = held, held[attribute or key]
+    return _native.Unchanged([*dicts.values()], _dict_version, [], [*modules.values()], []), others
 
 
 def _kind(guard: Any) -> str:

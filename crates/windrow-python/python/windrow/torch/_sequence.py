@@ -158,7 +158,7 @@ def _flattened(node: fx.Node) -> list[fx.Node]:
     if not isinstance(made, Tensor) or made.shape[2:] != (1, 1):
         return []
     users = [*node.users]
-    is_view = lambda n: n.target in (_aten.view.default, _aten.squeeze.dims) and n.meta["val"].shape == made.shape[:2]
+    is_view = lambda n: n.target is _aten.view.default and n.meta["val"].shape == made.shape[:2]
     return users if all(map(is_view, users)) else []
 
 
