@@ -52,6 +52,8 @@ def test_tensors(change, at):
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
 def test_tensors_of_other_types(kind):
+    if kind is torch.bool and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this PyTorch's guards are not passed")
     tensors = [t for t in parameters(kind) if t.numel() and t.dim() < 6]
     same = made(tensors)
     assert same()
