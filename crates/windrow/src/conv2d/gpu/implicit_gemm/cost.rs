@@ -47,9 +47,9 @@ impl Cut {
         };
         let slots = clusters(chip.multiprocessors, self.parts) * if together { 2 } else { 1 };
         let rounds = tiles as f64 / slots as f64;
-        // Blocks that are done early go on, so that the last of many rounds need not be whole.
-        let rounds =
-            if rounds < if self.strips { 8.0 } else { 4.0 } { rounds.ceil() } else { rounds };
+        // Blocks that are done early go on, so that the last of many rounds need not be whole. Tiles of strips are larger.
+        let few = if self.strips { 8.0 } else { 4.0 };
+        let rounds = if rounds < few { rounds.ceil() } else { rounds };
         let steps = self.steps(p).div_ceil(self.parts) as f64;
         let is_late = self.maps && !self.strips && self.block == 128 && rounds * steps > MANY_STEPS;
         let step = if is_late { OUT_OF_STEP * step } else { step };
