@@ -49,9 +49,14 @@ impl Factors {
         }
     }
 
+    /// Bytes of an element.
+    fn size(self) -> usize {
+        if self == Factors::Half { 2 } else { 4 }
+    }
+
     /// Elements of 16 bytes.
     fn vector(self) -> usize {
-        if self == Factors::Half { 8 } else { 4 }
+        16 / self.size()
     }
 
     /// Terms of a step of one tap.
@@ -227,13 +232,9 @@ impl Cut {
         self.step_channels() * self.taps()
     }
 
-    /// Bytes of an output channel of the filter in a step.
+    /// Bytes of an output channel of the filter in a step. Both f16 parts of an f32 take as much as the f32.
     pub(super) fn channel_bytes(&self) -> usize {
-        match self.factors {
-            Factors::Split => 2 * self.step() * DType::F16.size(),
-            Factors::Tf32 => self.step() * DType::F32.size(),
-            Factors::Half => self.step() * DType::F16.size(),
-        }
+        self.step() * self.factors.size()
     }
 
     /// Pixels of a step.
@@ -243,10 +244,7 @@ impl Cut {
 
     /// Bytes of the pixels and of the filter in a step.
     pub(super) fn stage_bytes(&self) -> usize {
-        let pixel = match self.factors {
-            Factors::Split => self.step() * DType::F32.size(),
-            Factors::Tf32 | Factors::Half => self.channel_bytes() / self.taps(),
-        };
+        let pixel = self.step_channels() * self.factors.size();
         self.step_pixels() * pixel + self.block * self.channel_bytes()
     }
 

@@ -26,6 +26,7 @@ constexpr int STORE_MOST = TF32 ? 2 : 4, STORE_J = SHARE < STORE_MOST ? SHARE : 
 constexpr int STORES = SHARE / STORE_J;
 // There are registers for the residual in addition to the sums: 168 if no warpgroup gives any away.
 constexpr bool ADDS_EARLY = RESIDUAL && M_TILES * SUMS <= (PRODUCERS == 128 ? 128 : 64), ADDS_LATE = RESIDUAL && !ADDS_EARLY;
+
 // How y is stored: elements of any strides; vectors of channels; for f16/bf16 vectors of four pixels.
 #define ELEMENTS 0
 #define CHANNEL_VECTORS 1
