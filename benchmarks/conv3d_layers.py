@@ -48,6 +48,7 @@ TYPES = {
     "tf32": (torch.float32, "tf32", True),
     "bf16": (torch.bfloat16, "fp32", True),
     "bf16-half": (torch.bfloat16, "half", True),
+    "f16": (torch.float16, "fp32", True),
 }
 LAYOUTS = {"ncthw": torch.contiguous_format, "channels_last": torch.channels_last_3d}
 ALGORITHMS = {
