@@ -1,5 +1,6 @@
 """Parameters that do not count writes: their changes are seen, and one comparison is of many."""
 
+import gc
 import weakref
 
 import pytest
@@ -17,10 +18,16 @@ pytestmark = [
 
 @pytest.fixture
 def computed(monkeypatch, times):
-    """How often constants were computed."""
+    """The constants of each time that some were computed."""
     times(OURS)
     found, own = [], _constants.ConstantsCache._computed
-    monkeypatch.setattr(_constants.ConstantsCache, "_computed", lambda *args: found.append(1) or own(*args))
+
+    def compute(*args):
+        of = own(*args)
+        found.append(of.constants)
+        return of
+
+    monkeypatch.setattr(_constants.ConstantsCache, "_computed", compute)
     return found
 
 
@@ -126,6 +133,27 @@ def test_memory_is_not_held(computed):
         gone = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters()]
         model.to(torch.float64)
         assert all(of() is None for of in gone)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_graphs_share_parameters(mode, computed, runs_uncompiled):
+    """A filter that nothing is folded into is not copied for each size of the image; CUDA graphs hold copies."""
+    model, sizes = nn.Sequential(nn.Conv2d(5, 5, 3), nn.SiLU(), nn.Conv2d(5, 4, 1)).eval(), (6, 9)
+    options = {"rest": "inductor", "accuracy": "exact", "check": False, "mode": mode}
+    fast = torch.compile(model, backend=windrow, dynamic=False, options=options)
+    images = [torch.randn(2, 5, size, size) for size in sizes]
+    held = [weakref.ref(parameter) for parameter in model.parameters()]
+    with torch.no_grad():
+        for change in (lambda: None, lambda: model[0].weight.mul_(2), lambda: model[2].bias.add_(1)):
+            change()
+            for x in (*images, *images):
+                torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+    assert {len(constants) for constants in computed} == {0 if mode is None else 4}
+    assert len(computed) == 3 * len(sizes)
+    torch._dynamo.reset()
+    del model, fast
+    gc.collect()
+    assert all(of() is None for of in held)
 
 
 def test_an_optimized_model_counts_writes(computed):

@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import OURS, THEIRS, each_device, each_dtype
-from torch import nn
+from torch import Tensor, nn
 from windrow.torch import optimize
-from windrow.torch.backend import _compile, _options, windrow
+from windrow.torch._library import OPERATORS
+from windrow.torch.backend import _compile, _layout, _options, windrow
+from windrow.torch.choice.candidates import Windrow
+from windrow.torch.choice.problem import is_laid_out_last
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_decided"),
@@ -152,6 +155,49 @@ def test_everything_around_a_convolution(rest, device, times) -> None:
         wide.first.weight.mul_(2)
         close(fast(x, cache)[0], wide(x.double(), cache.double())[0])
     assert told.fused_ones[:2] == ["folded norm, silu, causal", "added, relu, causal"] and not told.left_ones
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_videos_are_written_as_kernels_read_them(dtype, times, monkeypatch) -> None:
+    """Kernels of one GPU read channels-last: videos are written so, while results stay row-major."""
+    times(OURS)
+    monkeypatch.setattr(_layout, "_reads_channels_last", Tensor.is_contiguous)
+    given, own = [], Windrow.__call__
+
+    def call(self, x, residual=None, out=None, **frames):
+        given.append((is_laid_out_last(x), out is not None and out.is_contiguous()))
+        return own(self, x, residual, out, **frames)
+
+    monkeypatch.setattr(Windrow, "__call__", call)
+    model = Block(8).to(dtype).eval()
+    x, cache = torch.randn(2, 8, 4, 7, 6, dtype=dtype), torch.randn(2, 8, 2, 7, 6, dtype=dtype)
+    fast, wants = compiled(model, "inductor", check=False), copy.deepcopy(model).double()(x.double(), cache.double())
+    with torch.no_grad():
+        for _ in range(2):
+            given.clear()
+            for got, want in zip(fast(x, cache), wants, strict=True):
+                close(got, want)
+                assert got.stride() == want.stride()
+    assert given == [(True, True)] * 2
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_row_major_results(activation, dtype, device, factor) -> None:
+    """The result of a channels-last video is row-major if that is asked for, whoever computes it."""
+    how = {"dtype": dtype, "device": device}
+    x = torch.randn(2, 8, 4, 7, 6, **how).to(memory_format=torch.channels_last_3d)
+    cache, weight, bias = torch.randn(2, 8, 2, 7, 6, **how), torch.randn(6, 8, 3, 3, 3, **how) / 15, torch.randn(6, **how)
+    residual = torch.randn(2, 6, 4, 7, 6, **how)
+    wide = [t.double() for t in (torch.cat([cache, x], 2), weight, bias)]
+    want = F.conv3d(*wide, padding=(0, 1, 1)) + residual.double()
+    want = F.silu(want) if activation else want
+    of = [1, 1, 1], [0, 1, 1], [1, 1, 1], 1, activation, None
+    for _ in range(2):
+        got = OPERATORS.conv3d_fused(x, weight, bias, residual, cache, "causal", *of, True)
+        close(got, want)
+        assert got.is_contiguous()
 
 
 class Cached(nn.Module):

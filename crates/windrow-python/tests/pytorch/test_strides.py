@@ -77,9 +77,9 @@ def cases(g):
     yield "conv2d_fused", (*given, None, *options, "silu", None)
     initial = g.choice([None, laid_out(g, *x.shape[:2], frames - 1, *x.shape[3:])]) if frames > 1 else None
     way = "causal" if initial is not None else g.choice(["causal", "causal_repeat"])
-    y = torch.ops.windrow.conv3d_fused(*given, None, initial, way, *options, None, None)
+    y = torch.ops.windrow.conv3d_fused(*given, None, initial, way, *options, None, None, False)
     residual = g.choice([None, laid_out(g, *y.shape)])
-    yield "conv3d_fused", (*given, residual, initial, way, *options, "silu", None)
+    yield "conv3d_fused", (*given, residual, initial, way, *options, "silu", None, g.choice([False, True]))
     n, l, d, width = g.choice([1, 2]), g.choice([1, 5]), g.choice([1, 3]), g.choice([1, 2, 4])
     shape = g.choice([(l, d), (n, l, d)])
     x, gate = laid_out(g, *shape), laid_out(g, *shape)

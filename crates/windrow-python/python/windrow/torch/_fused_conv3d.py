@@ -13,7 +13,7 @@ from windrow.torch._fused import _conv, _fake, _Found, _layer, _seen
 from windrow.torch._library import autocast, define, not_differentiable
 from windrow.torch.choice.candidates import Windrow
 from windrow.torch.choice.convolution import look_ahead, way
-from windrow.torch.choice.problem import Options, is_laid_out_last, memory_format
+from windrow.torch.choice.problem import Options, is_laid_out_last, memory_format, output_shape
 
 
 def _whole(x: Tensor, weight: Tensor, initial: Tensor | None, time_padding: str, dilation: Any) -> Tensor:
@@ -30,9 +30,15 @@ def _whole(x: Tensor, weight: Tensor, initial: Tensor | None, time_padding: str,
 def _kernel(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, initial: Tensor | None, *how: Any
 ) -> Tensor:
-    time_padding, *of, activation, accuracy = how
+    time_padding, *of, activation, accuracy, is_row_major = how
     options = Options(*of)
-    whole = lambda: _whole(x, weight, initial, time_padding, options.dilation)
+    if is_row_major and residual is not None:
+        residual = residual.contiguous()
+
+    def whole() -> Tensor:
+        video = _whole(x, weight, initial, time_padding, options.dilation)
+        return video.contiguous() if is_row_major else video
+
     layer = _layer(weight, bias, *of, activation, accuracy)
 
     def find() -> _Found:
@@ -42,26 +48,34 @@ def _kernel(
         return _Found(decided.run, decided.is_final)
 
     before = None if initial is None else (initial.shape, initial.stride())
-    run: Any = layer._recall((*_seen(x, residual, False), before, time_padding), layer.weight, layer.bias, find).run
+    seen = *_seen(x, residual, False), before, time_padding, is_row_major
+    run: Any = layer._recall(seen, layer.weight, layer.bias, find).run
     if isinstance(run, Windrow):
-        if is_laid_out_last(x) and memory_format(x, x) is torch.contiguous_format:
+        out = None
+        if is_row_major:
+            n, k, _, *size = output_shape(x, weight, options)
+            out = x.new_empty((n, k, x.shape[2], *size))
+        elif is_laid_out_last(x) and memory_format(x, x) is torch.contiguous_format:
             # The decision is about a row-major video, and the residual's layout.
             x = x.contiguous()
-        return run(x, residual, time_padding=time_padding, initial_frames=initial)
+        return run(x, residual, out, time_padding=time_padding, initial_frames=initial)
     result: Tensor = run(whole(), residual)
-    return result
+    return result.contiguous() if is_row_major else result
 
 
 def _fake_kernel(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, initial: Tensor | None, *how: Any
 ) -> Tensor:
-    time_padding, *of = how
-    return _fake(_whole(x, weight, initial, time_padding, of[2]), weight, bias, residual, *of)
+    time_padding, *of, is_row_major = how
+    y = _fake(_whole(x, weight, initial, time_padding, of[2]), weight, bias, residual, *of)
+    return y.contiguous() if is_row_major else y
 
 
+# `is_row_major`: x is in channels-last, but residual and result are row-major.
 CONV3D_FUSED = define(
     "conv3d_fused(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_frames, str time_padding,"
-    " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str? activation, str? accuracy) -> Tensor",
+    " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, str? activation, str? accuracy,"
+    " bool is_row_major) -> Tensor",
     _kernel,
     _fake_kernel,
 )

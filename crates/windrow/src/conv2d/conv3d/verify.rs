@@ -53,8 +53,10 @@ const SHAPES: [Shape; 33] = [
     ([1, 64, 3, 6, 6], [40, 3, 1, 1], [1; 3], [0; 3], [1; 3], 1),
 ];
 
+/// The layout in which x alone is channels-last.
+const X_LAST: &str = "channels_last x";
 /// Dense layouts, and some with gaps after everything but the innermost elements.
-const LAYOUTS: [&str; 4] = ["contiguous", "channels_last", "gaps", "channels_last gaps"];
+const LAYOUTS: [&str; 5] = ["contiguous", "channels_last", X_LAST, "gaps", "channels_last gaps"];
 
 /// The cases: every algorithm, type, layout and shape, with bias and activations in turn, and videos in chunks.
 pub(crate) fn cases(device: Device) -> Vec<Case> {
@@ -123,8 +125,9 @@ fn spec(
 ) -> Result<Conv3dSpec> {
     let w = TensorDesc::contiguous(dtype, &[k, x[1] / groups, kt, r, s])?;
     let last = layout.starts_with("channels_last");
-    let order = if last { [0, 2, 3, 4, 1] } else { [0, 1, 2, 3, 4] };
-    let x = TensorDesc { dtype, layout: Layout::with_order(&x, &order)? };
+    let order = |last| if last { [0, 2, 3, 4, 1] } else { [0, 1, 2, 3, 4] };
+    let x = TensorDesc { dtype, layout: Layout::with_order(&x, &order(last))? };
+    let order = order(last && layout != X_LAST);
     let accuracy = Accuracy::Fp32;
     // Where frames are not padded, convolutions are causal, every second with a state.
     let time_padding = match (padding[0], k % 4) {
@@ -135,6 +138,7 @@ fn spec(
     let params =
         Conv3dParams { stride, padding, dilation, groups, activation, accuracy, time_padding };
     let mut spec = Conv3dSpec::new(x, w, &params)?;
+    spec.y.layout = Layout::with_order(spec.y.shape(), &order)?;
     if time_padding != TimePadding::Zeros && x.shape()[2].is_multiple_of(stride[0]) {
         let [n, c, _, h, w] = *x.shape() else { unreachable!("five sizes") };
         let layout = Layout::with_order(&[n, c, (kt - 1) * dilation[0], h, w], &order)?;

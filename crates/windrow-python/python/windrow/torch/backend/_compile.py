@@ -18,7 +18,7 @@ from windrow.torch.backend._fold import fold
 from windrow.torch.backend._fuse import fuse, results
 from windrow.torch.backend._group_norm import by_channels
 from windrow.torch.backend._image_steps import image_steps_to_modules, steps
-from windrow.torch.backend._layout import lay_out_images, to_channels_last
+from windrow.torch.backend._layout import lay_out_images, lay_out_videos, to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions, means_to_convolutions
 from windrow.torch.backend._memory import Memory
 from windrow.torch.backend._modules import to_modules
@@ -105,7 +105,8 @@ class _Frozen:
         read_without_copies(graph)
         fold_padding(graph)
         to_channels_last(module, decompositions is None, is_batch_invariant(options.accuracy))
-        self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)
+        shares = decompositions is not None
+        self.constants = constants = Constants(module, static if options.freeze else (), in_graphs, shares)
         linear_to_convolutions(graph, constants, options.accuracy, decompositions)
         if decompositions is None:
             means_to_convolutions(graph, constants, options.accuracy)
@@ -124,6 +125,7 @@ class _Frozen:
         rest = to_windrows(graph, options.accuracy, False, options.report, is_left)
         written = write_in_place(graph, copies)
         if decompositions is not None:
+            lay_out_videos(graph)
             fix_shared_results(graph)
         # What was folded into convolutions, what these became, and the number of other convolutions.
         self.what = folded, fused, rest

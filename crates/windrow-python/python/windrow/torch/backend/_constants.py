@@ -43,16 +43,19 @@ def is_floating(node: Any) -> bool:
 class Constants:
     """The constants of a graph. `static`: the indices of the inputs that are parameters and buffers. `in_graphs`: CUDA
     graphs capture this graph and hold packed filters. Changed constants then get new memory, so that Inductor captures
-    again and older graphs keep their own."""
+    again and older graphs keep their own. `shares`: parameters that nothing is folded into may stay inputs."""
 
-    def __init__(self, module: fx.GraphModule, static: Collection[int], in_graphs: bool = False) -> None:
-        self.in_graphs = in_graphs
+    def __init__(
+        self, module: fx.GraphModule, static: Collection[int], in_graphs: bool = False, shares: bool = False
+    ) -> None:
+        self.in_graphs, self.shares = in_graphs, shares and not in_graphs
         self.module, self.graph = module, module.graph
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         written = {node.args[0] for node in self.graph.nodes if node.target is _aten.copy_.default}
         self.parameters = [inputs[i] for i in static if isinstance(value(inputs[i]), Tensor) and inputs[i] not in written]
-        # Which of them a pass has read.
+        # Which of them a pass has read; and those whose own memory the graph's operators read as constants.
         self.watched: dict[fx.Node, None] = {}
+        self.shared: dict[fx.Node, None] = {}
         self._known = {*self.parameters}
         self._prologue = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
@@ -120,9 +123,14 @@ class Constants:
         return given
 
     def moved(self, node: fx.Node) -> fx.Node:
-        """The node as an input of the graph. A parameter is copied, so that its packed form belongs to this graph
-        alone."""
-        return node if node in self.inputs else self.add(self.copied(node), value(node))
+        """The node as an input of the graph. Parameters stay inputs if `shares`, so that all graphs of a model have one
+        filter and one packed form; they are copied otherwise, and the packed form belongs to this graph alone."""
+        if node in self.inputs:
+            return node
+        if self.shares and node in self.parameters:
+            self.watched[node] = self.shared[node] = None
+            return node
+        return self.add(self.copied(node), value(node))
 
     def prologue(self) -> Callable[..., Sequence[Tensor]]:
         """The function that computes the constants from the parameters in `watched`, in this order."""
@@ -270,6 +278,7 @@ class ConstantsCache:
         """Sets up an empty cache. `watched`: the indices of the inputs that `constants` watches; `passed`: of those that
         the graph reads."""
         self.prologue, self.watched, self.passed, self.make = constants.prologue(), watched, passed, make
+        self.shared = [i for i, node in zip(watched, constants.watched, strict=True) if node in constants.shared]
         self.all_watched = _getter(watched)
         like = map(value, constants.inputs)
         self.like = [(t.shape, t.stride(), t.dtype, t.device) for t in like]
@@ -308,6 +317,8 @@ class ConstantsCache:
         for constant, result in zip(constants, self.prologue(*given), strict=True):
             constant.copy_(result)
             forget(constant)
+        for i in self.shared:
+            forget(inputs[i])
         # If a model is dropped, the memory of its folded filters is freed.
         drop = lambda _, found=self._found: _drop(found, key)
         references = [weakref.ref(t.untyped_storage(), drop) for t in given]

@@ -104,7 +104,7 @@ def _fuse(
             new = called(graph, last, OPERATORS.conv2d_fused.default, conv.x, weight, bias, residual, *how)
         else:
             operator, of_frames = OPERATORS.conv3d_fused.default, (before.initial, before.time_padding)
-            new = called(graph, last, operator, before.x, weight, bias, residual, *of_frames, *how)
+            new = called(graph, last, operator, before.x, weight, bias, residual, *of_frames, *how, False)
             what.append(before.time_padding)
         new.meta[NAME] = name
         if not replaced(last, new, conv.node):

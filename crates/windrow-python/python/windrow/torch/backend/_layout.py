@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import value
-from windrow.torch.backend._convolutions import VALUE, VIEWS, Convolution, called, convolutions
+from windrow.torch.backend._convolutions import VALUE, VIEWS, Convolution, called, convolutions, replaced
 from windrow.torch.choice.problem import channels_last
 
 _aten = torch.ops.aten
@@ -82,6 +83,31 @@ def lay_out_images(graph: fx.Graph) -> None:
             conv.node.replace_input_with(conv.x, image)
 
 
+def lay_out_videos(graph: fx.Graph) -> None:
+    """Converts the row-major videos of convolutions with frames before them for kernels that read channels-last. Inductor
+    then writes them in channels-last at once, and the kernel copies at most the frames before them."""
+    converted: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in graph.nodes if node.target is OPERATORS.conv3d_fused.default]:
+        video, *how, _ = node.args
+        if _reads_channels_last(value(video)):
+            if video not in converted:
+                converted[video] = _channels_last(graph, node, video)
+            replaced(node, called(graph, node, node.target, converted[video], *how, True))
+
+
+# The compute capability of GPUs whose kernels for videos read whole vectors of channels, of so many bytes.
+_HOPPER, _VECTOR = (9, 0), 16
+
+
+def _reads_channels_last(video: Tensor) -> bool:
+    """True if a kernel for this row-major video would copy it to channels-last."""
+    is_fixed = all(isinstance(n, int) for n in video.shape)
+    if not is_fixed or not video.is_cuda or not video.is_contiguous() or video.numel() == 0:
+        return False
+    is_vectors = video.shape[1] * video.element_size() % _VECTOR == 0
+    return is_vectors and torch.cuda.get_device_capability(video.device) == _HOPPER
+
+
 def laid_out(graph: fx.Graph, before: fx.Node, image: fx.Node, result: fx.Node) -> fx.Node:
     """The image or video, or a copy in front of `before` in channels-last if it is row-major and `result` in
     channels-last."""
@@ -92,7 +118,11 @@ def laid_out(graph: fx.Graph, before: fx.Node, image: fx.Node, result: fx.Node) 
     is_last = lambda t: t.is_contiguous(memory_format=channels_last(t))
     if not given.is_contiguous() or is_last(given) or not is_last(wanted) or wanted.is_contiguous():
         return image
-    copy = called(graph, before, _aten.clone.default, image, memory_format=channels_last(given))
+    return _channels_last(graph, before, image)
+
+
+def _channels_last(graph: fx.Graph, before: fx.Node, image: fx.Node) -> fx.Node:
+    copy = called(graph, before, _aten.clone.default, image, memory_format=channels_last(value(image)))
     copy.meta[VALUE] = image.meta.get(VALUE)
     return copy
 

@@ -117,17 +117,15 @@ class Windrow:
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None, **frames: Any
     ) -> Tensor:
-        """The result. If nothing is done after the kernel, it can be written to `out`, which lies like the residual.
-        `frames`: those before a video, as `windrow.conv3d` takes them."""
+        """The result, written to `out` if that is given, which lies like the residual. `frames`: those before a video, as
+        `windrow.conv3d` takes them."""
         weight, bias = self.conv.filter, self.conv.bias
         image = as_image(in_layout(x, self.layout), x)
         more: dict[str, Any] = {"residual": residual if self.adds else None, "algorithm": self.algorithm}
         more["filters"] = self.filters()
-        if out is not None:
-            return _native.conv2d(image, weight, bias, **self.named, **more, out=out)
         convolve = _native.conv3d if is_video(x) else _native.conv2d
-        y = as_line(convolve(image, as_image(weight, x), bias, **self.named, **more, **frames), x)
-        y = y.contiguous(memory_format=self.layout)
+        y = as_line(convolve(image, as_image(weight, x), bias, **self.named, **more, **frames, out=out), x)
+        y = y if out is not None else y.contiguous(memory_format=self.layout)
         return self.conv.finish(y, residual) if self.is_followed else y
 
     def like(self, x: Tensor) -> Call:

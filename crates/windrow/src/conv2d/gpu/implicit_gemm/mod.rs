@@ -12,6 +12,7 @@ mod run;
 use self::cut::{BLOCKS, Cut, Factors, Gather, PARTS, STRIP_BLOCKS, gather, rows_lie_like};
 use self::filter::filter_kernel;
 use self::product::product;
+use self::run::Copies;
 use super::input::{Input, copy_kernel, is_aligned};
 use super::method::{About, Method, Parameter, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
@@ -261,7 +262,11 @@ impl Prepared for ImplicitGemm {
     fn scratch_bytes_for(&self, x: *const u8, initial: Option<*const u8>) -> usize {
         let in_place = match (&self.input, &self.video) {
             (None, _) => true,
-            (Some(_), Some(video)) => self.reads_in_place(video, x, initial),
+            (Some(_), Some(video)) => match self.copies_of(video, x, initial) {
+                Copies::Nothing => true,
+                Copies::InitialFrames => return video.copy_bytes(),
+                Copies::All => false,
+            },
             (Some(input), None) => self.copies_nothing(input) && is_aligned(x),
         };
         if in_place { 0 } else { self.scratch_bytes() }

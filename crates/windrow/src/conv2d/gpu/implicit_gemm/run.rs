@@ -30,6 +30,14 @@ struct Frames {
     initial: Option<(*const u8, usize)>,
 }
 
+/// What of a video is copied to channels-last.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Copies {
+    Nothing,
+    InitialFrames,
+    All,
+}
+
 impl ImplicitGemm {
     /// # Safety
     /// As [`Prepared::run`](super::Prepared::run).
@@ -80,26 +88,35 @@ impl ImplicitGemm {
     ) -> Result<()> {
         let (n, out_aligned) = (self.problem.n, operands.is_out_aligned(16));
         let initial = operands.initial.map(|at| (at, video.reads.initial_count()));
-        let in_place = self.reads_in_place(video, operands.x, operands.initial);
+        let copies = self.copies_of(video, operands.x, operands.initial);
+        let in_place = copies == Copies::Nothing;
         let kernel = self.kernel(out_aligned && (self.input.is_some() || in_place))?;
-        let copied = self.input.as_ref().filter(|_| !in_place);
+        let copied = self.input.as_ref().filter(|_| copies == Copies::All);
         let images = if copied.is_some() { self.images } else { n };
         let copy = operands.scratch.wrapping_add(video.copy_bytes());
         // Initial frames come first in the scratch memory.
-        let initial_copy = initial.map(|(_, count)| (operands.scratch.cast_const(), count));
-        if let (Some(input), Some(initial), Some(_)) = (&video.initial, initial, copied) {
-            // SAFETY: the caller's promise; the initial frames fit their copy.
-            unsafe { self.copy(stream, input, initial, operands.scratch)? };
-        }
+        let initial = match (&video.initial, initial) {
+            (Some(input), Some(frames)) if !in_place && self.input.is_some() => {
+                // SAFETY: the caller's promise; the initial frames fit their copy.
+                unsafe { self.copy(stream, input, frames, operands.scratch)? };
+                Some((operands.scratch.cast_const(), frames.1))
+            }
+            _ => initial,
+        };
         for piece in video.pieces(&self.spec, n, images, operands) {
             let (at, count) = piece.x;
-            let (x, strides, params, initial) = match copied {
-                None => (at, strides(&self.spec.x), piece.frames, initial),
-                Some(input) => {
+            let (x, strides, params) = match (&self.input, copied) {
+                (_, Some(input)) => {
                     let strides = self.copied_strides(input);
                     let params = piece.frames.copied(strides, operands.scratch);
-                    (copy.cast_const(), strides, params, initial_copy)
+                    (copy.cast_const(), strides, params)
                 }
+                (Some(input), None) if !in_place => {
+                    let of_initial = self.copied_strides(input);
+                    let params = piece.frames.with_initial(of_initial, operands.scratch);
+                    (at, strides(&self.spec.x), params)
+                }
+                _ => (at, strides(&self.spec.x), piece.frames),
             };
             let video = Some(Frames { count, params, initial });
             let images = Images { n: piece.images.len(), strides, video };
@@ -115,17 +132,26 @@ impl ImplicitGemm {
         Ok(())
     }
 
-    /// True if x and the initial frames at these addresses are read where they lie, in three products by vectors.
-    pub(super) fn reads_in_place(
+    /// What is copied of x and the initial frames at these addresses. What is not is read where it lies, in three products
+    /// by vectors.
+    pub(super) fn copies_of(
         &self,
         video: &VideoInput,
         x: *const u8,
         initial: Option<*const u8>,
-    ) -> bool {
+    ) -> Copies {
+        let reads_x = self.input.as_ref().is_none_or(|input| self.copies_nothing(input));
+        if !reads_x || !is_aligned(x) {
+            return Copies::All;
+        }
         let likewise = lies_like(&self.spec.x, &video.reads, self.cut.vector());
-        let aligned = is_aligned(x) && initial.is_none_or(is_aligned);
-        let in_place = self.input.as_ref().is_none_or(|input| self.copies_nothing(input));
-        likewise && aligned && in_place && video.reads_in_place(initial)
+        if likewise && initial.is_none_or(is_aligned) && video.reads_in_place(initial) {
+            return Copies::Nothing;
+        }
+        // A copy lies like this x.
+        let lies_like_copy = |input| self.copied_strides(input)[1..] == strides(&self.spec.x)[1..];
+        let only_initial = self.input.as_ref().is_some_and(lies_like_copy);
+        if only_initial { Copies::InitialFrames } else { Copies::All }
     }
 
     /// # Safety

@@ -84,7 +84,12 @@ impl FrameParams {
     /// The same for copies of x and of the initial frames, of which the latter are at `initial`, with strides of image,
     /// channel, row and column.
     pub(crate) fn copied(self, strides: [i64; 4], initial: *const u8) -> Self {
-        FrameParams { x_t: strides[0], initial_strides: strides, initial, ..self }
+        FrameParams { x_t: strides[0], ..self.with_initial(strides, initial) }
+    }
+
+    /// The same for a copy of the initial frames alone.
+    pub(crate) fn with_initial(self, strides: [i64; 4], initial: *const u8) -> Self {
+        FrameParams { initial_strides: strides, initial, ..self }
     }
 
     /// The strides of the initial frames, of frame, channel, row and column.

@@ -251,11 +251,14 @@ impl Prepared for WinogradRow {
     }
 
     fn scratch_bytes_for(&self, x: *const u8, initial: Option<*const u8>) -> usize {
+        let copy = if self.input.in_place && is_aligned(x) { 0 } else { self.input.copy_bytes() };
         let video = self.video.as_ref();
-        let reads_initial = video.is_none_or(|video| video.reads_in_place(initial));
-        let reads_in_place = self.input.in_place && is_aligned(x) && reads_initial;
-        let copies = self.input.copy_bytes() + video.map_or(0, VideoInput::copy_bytes);
-        self.scratch_bytes() - if reads_in_place { copies } else { 0 }
+        let initial_copy = match video.is_none_or(|video| video.reads_in_place(initial)) {
+            // Without a copy of x nothing lies behind that of the initial frames.
+            true if copy == 0 => 0,
+            _ => video.map_or(0, VideoInput::copy_bytes),
+        };
+        self.sizes.max_bytes() + self.sizes.sums_bytes() + initial_copy + copy
     }
 
     fn packed_form(&self) -> PackedForm {
