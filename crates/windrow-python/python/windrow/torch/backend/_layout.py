@@ -8,7 +8,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import value
-from windrow.torch.backend._convolutions import VALUE, VIEWS, Convolution, called, convolutions, replaced
+from windrow.torch.backend._convolutions import VALUE, VIEWS, Convolution, called, convolutions
 from windrow.torch.choice.problem import channels_last
 
 _aten = torch.ops.aten
@@ -85,27 +85,57 @@ def lay_out_images(graph: fx.Graph) -> None:
 
 def lay_out_videos(graph: fx.Graph) -> None:
     """Converts the row-major videos of convolutions with frames before them for kernels that read channels-last. Inductor
-    then writes them in channels-last at once, and the kernel copies at most the frames before them."""
+    then writes them in channels-last at once, and the kernel copies at most the frames before them. A result is in
+    channels-last if it goes to such convolutions alone, and else row-major as before."""
+    # The videos in channels-last, by what they were; results that are so stand for themselves.
     converted: dict[fx.Node, fx.Node] = {}
     for node in [node for node in graph.nodes if node.target is OPERATORS.conv3d_fused.default]:
         video, *how, _ = node.args
-        if _reads_channels_last(value(video)):
-            if video not in converted:
-                converted[video] = _channels_last(graph, node, video)
-            replaced(node, called(graph, node, node.target, converted[video], *how, True))
+        if video not in converted:
+            if not _reads_channels_last(value(video)):
+                continue
+            converted[video] = _channels_last(graph, node, video)
+        is_row_major = how[_RESIDUAL - 1] is not None or not _goes_to_videos(node)
+        new = called(graph, node, node.target, converted[video], *how, is_row_major)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        if not is_row_major:
+            converted[new] = new
 
 
-# The compute capability of GPUs whose kernels for videos read whole vectors of channels, of so many bytes.
+# The compute capability of GPUs whose kernels for videos read whole vectors of channels, of so many bytes; those of f32
+# read frames before a video only as the video lies.
 _HOPPER, _VECTOR = (9, 0), 16
+# The place of the residual among the arguments.
+_RESIDUAL = 3
+# Operators beside pointwise ones that Inductor computes in any layout.
+_ANY_LAYOUT = (_aten.sum.dim_IntList, _aten.mean.dim, _aten.expand.default, _aten.slice.Tensor)
 
 
 def _reads_channels_last(video: Tensor) -> bool:
     """True if a kernel for this row-major video would copy it to channels-last."""
     is_fixed = all(isinstance(n, int) for n in video.shape)
-    if not is_fixed or not video.is_cuda or not video.is_contiguous() or video.numel() == 0:
+    is_plain = is_fixed and video.is_cuda and video.is_contiguous() and video.numel() > 0
+    if not is_plain or video.dtype == torch.float32 or video.shape[1] * video.element_size() % _VECTOR != 0:
         return False
-    is_vectors = video.shape[1] * video.element_size() % _VECTOR == 0
-    return is_vectors and torch.cuda.get_device_capability(video.device) == _HOPPER
+    return torch.cuda.get_device_capability(video.device) == _HOPPER
+
+
+def _goes_to_videos(node: fx.Node) -> bool:
+    """True if Inductor computes everything between the result and videos of further convolutions, or copies."""
+    seen, ahead = {node}, [node]
+    while ahead:
+        of = ahead.pop()
+        for user in of.users:
+            if user.target is OPERATORS.conv3d_fused.default and user.args[0] is of and of not in user.args[1:]:
+                continue
+            if user.target is _aten.clone.default:
+                continue
+            if user.target not in _ANY_LAYOUT and torch.Tag.pointwise not in getattr(user.target, "tags", ()):
+                return False
+            ahead += [] if user in seen else [user]
+            seen.add(user)
+    return True
 
 
 def laid_out(graph: fx.Graph, before: fx.Node, image: fx.Node, result: fx.Node) -> fx.Node:
