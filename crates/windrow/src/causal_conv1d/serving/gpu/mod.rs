@@ -12,7 +12,7 @@ use crate::causal_conv1d::{
     CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec,
 };
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Source};
-use crate::{DType, Device, Result, TensorDesc, Workspace};
+use crate::{Activation, DType, Device, Result, TensorDesc, Workspace};
 
 static INCLUDES: &[Source] =
     &[PARAMETERS, NORMS, header!("serving.cuh"), header!("serving_pieces.cuh")];
@@ -276,13 +276,12 @@ fn chunks_kernel(spec: &CausalConv1dServingSpec, vectors: Vectors) -> KernelSpec
 }
 
 fn tiles_kernel(spec: &CausalConv1dServingSpec, vectors: Vectors) -> KernelSpec {
-    let simple = is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
-    // As many as there are registers for.
-    let (packed, is_split) = (spec.query_start_loc.is_some(), spec.y2.is_some());
-    let blocks = match (spec.first_block.is_some() || spec.initial_block.is_some(), simple) {
-        (false, true) if packed && vectors.dense && vectors.along_channels && !is_split => 9,
-        (false, true) => 8,
-        _ => 1,
+    // As many as there are registers for. States at ends of blocks take most.
+    let has_blocks = spec.initial_block.is_some() || spec.last_block.is_some();
+    let blocks = match spec.activation {
+        _ if has_blocks => 5,
+        Activation::Silu if spec.weight.shape()[1] <= 4 => 9,
+        _ => 6,
     };
     kernel_spec(&TILES, spec, vectors)
         .needs(Feature::BulkCopies)

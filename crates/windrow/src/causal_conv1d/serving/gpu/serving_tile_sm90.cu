@@ -21,6 +21,16 @@ __device__ __forceinline__ int sequence_of(const Params &p, int piece) {
     return __reduce_max_sync(0xffffffff, found);
 }
 
+// Keeps weights and bias as f32: otherwise the compiler unpacks them from f16 or bf16 again for each token.
+__device__ __forceinline__ void keep_unpacked(Taps &taps) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) {
+#pragma unroll
+        for (int k = 0; k < TAPS; k++) asm("" : "+f"(taps.weight[k][i]));
+        asm("" : "+f"(taps.bias[i]));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const Params p) {
     wait_for_previous();
     __shared__ alignas(128) S tile[ROWS][COLUMNS];
@@ -54,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
             for (int j = 0; j < HALO; j++) window[j].template load<VECTOR>(own - times(HALO - j, p.x_stride[2]));
         }
         Taps taps(p, channel);
+        keep_unpacked(taps);
         States states = states_of(p, i, tokens.count);
         bool is_padding = states.read < 0;
         if (!t && inside) begin_sequence(p, i, states, d, own, tokens.count, window);
@@ -63,18 +74,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
         // No thread waits at a barrier that does not exist yet.
         __syncthreads();
         barrier_wait(barrier, 0);
-        if (inside) {
-            // Rows past the end are computed from what lies there, and stay.
+        // No token asks whether it is padding, so that the instructions of several tokens mix. Rows past the end are
+        // computed from what lies there, and stay.
+        if (inside && !is_padding) {
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 S *at = &tile[r][threadIdx.x * VECTOR];
-                Vector token, out = {};
+                Vector token;
                 token.template load<VECTOR>(at);
                 Floats now = floats(token);
-                if (!is_padding) out = taps.step(p, d, before, now);
+                Vector out = taps.step(p, d, before, now);
                 push(before, now);
                 out.template store<VECTOR>(at);
             }
+        } else if (inside) {
+            for (int r = 0; r < ROWS; r++) Vector{}.template store<VECTOR>(&tile[r][threadIdx.x * VECTOR]);
         }
         copy_out_fence();
         __syncthreads();

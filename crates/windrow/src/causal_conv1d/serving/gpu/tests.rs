@@ -90,6 +90,44 @@ fn kernels_compile_without_spills() {
     crate::gpu::compile_tests::check_compiles_in_turn(&kernels);
 }
 
+/// With each number of blocks of a multiprocessor.
+#[test]
+fn tiles_compile_without_spills() {
+    let desc = |shape: &[usize]| TensorDesc {
+        dtype: DType::BF16,
+        layout: Layout::with_order(shape, &[0, 2, 1]).unwrap(),
+    };
+    let index = |shape: &[usize]| TensorDesc::contiguous(DType::I64, shape).unwrap();
+    let mut kernels = Vec::new();
+    for width in [3, 4, 5] {
+        let weight = TensorDesc::contiguous(DType::BF16, &[64, width]).unwrap();
+        let spec =
+            CausalConv1dServingSpec::new(desc(&[1, 64, 512]), desc(&[9, 64, width - 1]), weight)
+                .unwrap()
+                .with_bias(TensorDesc::contiguous(DType::BF16, &[64]).unwrap())
+                .with_query_start_loc(index(&[9]))
+                .with_has_initial_state(TensorDesc::contiguous(DType::U8, &[8]).unwrap());
+        let one = spec.clone().with_conv_state_indices(index(&[8]));
+        let blocks = spec
+            .with_conv_state_indices(index(&[8, 4]))
+            .with_block_size(64)
+            .with_initial_block(index(&[8]))
+            .with_first_block(index(&[8]))
+            .with_last_block(index(&[8]))
+            .with_tokens_before(index(&[8]));
+        let gelu = Activation::Gelu(Approximate::Tanh);
+        for activation in [Activation::Identity, Activation::Silu, gelu] {
+            for spec in [&one, &blocks] {
+                let spec = spec.clone().with_activation(activation);
+                let vectors = Vectors::of(&spec, 8).unwrap();
+                assert!(takes_tiles(&spec, &spec.sizes().unwrap()));
+                kernels.push(tiles_kernel(&spec, vectors));
+            }
+        }
+    }
+    crate::gpu::compile_tests::check_compiles_in_turn(&kernels);
+}
+
 #[test]
 fn plain_steps_and_few_drafts_have_a_kernel_without_a_loop() {
     let ordered = |shape: &[usize], order: &[usize]| TensorDesc {
