@@ -83,6 +83,10 @@ impl Simd for Lanes {
         [x; N]
     }
     #[inline(always)]
+    fn splat_pair(self, pair: [f32; 2]) -> Self::F32 {
+        array(|i| pair[i % 2])
+    }
+    #[inline(always)]
     unsafe fn load(self, p: *const f32) -> Self::F32 {
         // SAFETY: N elements are readable.
         unsafe { p.cast::<[f32; N]>().read_unaligned() }

@@ -51,6 +51,8 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn outlined<K: Kernel>(self, kernel: K) -> K::Output;
 
     fn splat(self, x: f32) -> Self::F32;
+    /// `pair[0]` in lanes 0, 2, 4 ..., `pair[1]` in the others.
+    fn splat_pair(self, pair: [f32; 2]) -> Self::F32;
     #[inline(always)]
     fn zero(self) -> Self::F32 {
         self.splat(0.0)
@@ -283,6 +285,7 @@ mod tests {
             stream::<S, bf16>(s);
             transpose(s);
             even(s);
+            splat_pair(s);
             permute(s);
             pairs(s);
         }
@@ -342,6 +345,15 @@ mod tests {
         }
         for (i, &lane) in out.iter().enumerate().take(S::LANES) {
             assert_eq!(lane, x[2 * i]);
+        }
+    }
+
+    fn splat_pair<S: Simd>(s: S) {
+        let mut out = [0f32; MAX_LANES];
+        // SAFETY: MAX_LANES elements are writable.
+        unsafe { s.store(out.as_mut_ptr(), s.splat_pair([1.5, -0.0])) };
+        for (i, lane) in out.iter().enumerate().take(S::LANES) {
+            same("splat_pair", *lane, if i % 2 == 0 { 1.5 } else { -0.0 });
         }
     }
 

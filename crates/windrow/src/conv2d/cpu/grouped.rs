@@ -3,7 +3,7 @@
 use super::direct::{Operands, Packing, TapSums, TapUnit};
 use super::method::Task;
 use super::shared::Vectors;
-use super::shared::channels::{Channels, Read, SingleSums};
+use super::shared::channels::{Channels, HalfSums, Read, SingleSums, pack_with_half};
 use super::shared::epilogue::Epilogue;
 use super::shared::pack::PackFilter;
 use super::shared::stencil::Stencil;
@@ -28,6 +28,8 @@ pub(super) struct Grouped {
     groups: Groups,
     /// Channels of a whole vector.
     lanes: usize,
+    /// The last vector of a large group is summed with the half one after it.
+    with_half: bool,
     /// Rows of a unit.
     rows: usize,
 }
@@ -68,6 +70,13 @@ impl Groups {
     }
 }
 
+/// True if a filter's columns are those of usual 3x3 filters, and rows have enough pixels for them.
+fn is_window(stencil: &Stencil) -> bool {
+    let Stencil { cols, step, dst_size, .. } = stencil;
+    let follow = cols.windows(2).all(|taps| taps[0].offset + 1 == taps[1].offset);
+    cols.len() == 3 && follow && step[1] <= 2 && dst_size[1] >= PIXELS
+}
+
 /// True if the sums of large groups are faster than matrix products.
 ///
 /// Measured on Zen 4 by one thread with its AVX2 and its AVX-512, for 3x3 filters of groups of 8 to 232 channels, 7 to 56
@@ -77,10 +86,8 @@ impl Groups {
 pub(super) fn pays(task: &Task<'_>) -> bool {
     /// The distance of pixels that fall into one set of a first-level cache.
     const PAGE: usize = 4096;
-    let Stencil { groups, k, ref cols, step, src, dst_size, .. } = task.stencil;
+    let Stencil { groups, k, step, src, .. } = task.stencil;
     let dtype = task.spec.x.dtype;
-    let follow = cols.windows(2).all(|taps| taps[0].offset + 1 == taps[1].offset);
-    let is_window = cols.len() == 3 && follow && step[1] <= 2 && dst_size[1] >= PIXELS;
     // More columns than such a set has room for.
     let (is_f16, strides) = (dtype == DType::F16, step[1] > 1);
     let distance = src[3].unsigned_abs().wrapping_mul(dtype.size());
@@ -94,7 +101,7 @@ pub(super) fn pays(task: &Task<'_>) -> bool {
     };
     cfg!(target_arch = "x86_64")
         && groups > 1
-        && is_window
+        && is_window(&task.stencil)
         && !collides
         && k <= most
         && matches!(Groups::of(&task.stencil, task.isa), Some((Groups::Large, _)))
@@ -113,7 +120,12 @@ impl TapSums for Grouped {
                 (rows / (UNITS_PER_THREAD * threads)).clamp(1, ROWS)
             }
         };
-        Ok(Some(Grouped { groups, lanes, rows: even_part(dst_size[0], most) }))
+        let with_half = matches!(groups, Groups::Large)
+            && is_window(stencil)
+            && stencil.c.is_multiple_of(2)
+            && stencil.k > lanes
+            && !stencil.k.is_multiple_of(lanes);
+        Ok(Some(Grouped { groups, lanes, with_half, rows: even_part(dst_size[0], most) }))
     }
 
     fn packing(&self, stencil: &Stencil) -> Packing {
@@ -121,12 +133,14 @@ impl TapSums for Grouped {
             Groups::Single | Groups::Small => Packing::Channels,
             Groups::Large => {
                 let len = stencil.groups * stencil.k * stencil.terms();
-                Packing::Own { len, width: self.lanes }
+                let width = if self.with_half { self.lanes * 3 / 2 } else { self.lanes };
+                Packing::Own { len, width }
             }
         }
     }
 
-    /// Packs [group, vector, filter row, c, filter column, channel of the vector].
+    /// Packs [group, vector, filter row, c, filter column, channel of the vector], but the last vector of a group with the
+    /// half one as [`pack_with_half`] does.
     unsafe fn pack<T: SimdElement>(
         &self,
         stencil: &Stencil,
@@ -135,12 +149,16 @@ impl TapSums for Grouped {
         (isa, threads): (Isa, usize),
     ) {
         let (k, terms) = (stencil.k, stencil.terms());
-        let vectors = k.div_ceil(self.lanes);
+        let vectors = if self.with_half { k / self.lanes } else { k.div_ceil(self.lanes) };
         let (filter, packed) = (SendPtr(filter.cast_mut()), SendPtr(packed.as_mut_ptr()));
         parallel_for(threads, stencil.groups * vectors, |task| {
             let (group, first) = (task / vectors, task % vectors * self.lanes);
             let to = packed.get().wrapping_add((group * k + first) * terms);
             let (filter, width) = (filter.get(), self.lanes.min(k - first));
+            if self.with_half && first + 2 * width > k {
+                // SAFETY: passed on; these channels' own part.
+                return unsafe { pack_with_half(stencil, filter, (group, first, width), to) };
+            }
             let cols_last = true;
             dispatch(isa, PackFilter { stencil, filter, group, k: first, width, to, cols_last });
         });
@@ -284,6 +302,8 @@ impl<T: SimdElement> Kernel for Rows<'_, T> {
                 }
                 Groups::Large => {
                     let whole = k / S::LANES * S::LANES;
+                    let with_half = plan.with_half && S::Half::LANES < S::LANES;
+                    let alone = if with_half { whole - S::LANES } else { whole };
                     let part = |first: usize, count: usize| {
                         let (src, first) = (all.src.wrapping_add(group * c), group * k + first);
                         let filter = all.filter.wrapping_add(first * stencil.terms());
@@ -291,16 +311,15 @@ impl<T: SimdElement> Kernel for Rows<'_, T> {
                         let bias = if bias.is_null() { bias } else { bias.wrapping_add(first) };
                         let epilogue = Epilogue { bias, ..all.epilogue };
                         let dst = all.dst.wrapping_add(first);
-                        LargeSums(
-                            Channels { src, filter, count, epilogue, dst, ..all },
-                            rows.clone(),
-                        )
+                        Channels { src, filter, count, epilogue, dst, ..all }
                     };
-                    if whole > 0 {
-                        s.outlined(part(0, whole));
+                    if alone > 0 {
+                        s.outlined(LargeSums(part(0, alone), rows.clone()));
                     }
-                    if whole < k {
-                        s.half().outlined(part(whole, k - whole));
+                    if with_half {
+                        s.outlined(HalfSums(part(alone, k - alone), rows));
+                    } else if whole < k {
+                        s.half().outlined(LargeSums(part(whole, k - whole), rows));
                     }
                 }
             }

@@ -1,5 +1,6 @@
 //! AVX2 with FMA and F16C.
 
+use super::bits_of_pair;
 use crate::cpu::isa::call_avx2;
 use crate::cpu::{Kernel, Simd};
 use half::{bf16, f16};
@@ -79,6 +80,7 @@ impl Simd for Avx2 {
     instructions! {
         safe {
             fn splat(self, x: f32) -> __m256 { _mm256_set1_ps(x) }
+            fn splat_pair(self, pair: [f32; 2]) -> __m256 { _mm256_castsi256_ps(_mm256_set1_epi64x(bits_of_pair(pair))) }
             fn stream_fence(self) { _mm_sfence() }
             fn add(self, a: __m256, b: __m256) -> __m256 { _mm256_add_ps(a, b) }
             fn sub(self, a: __m256, b: __m256) -> __m256 { _mm256_sub_ps(a, b) }

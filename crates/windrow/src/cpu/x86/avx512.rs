@@ -1,6 +1,6 @@
 //! AVX-512.
 
-use super::Avx2;
+use super::{Avx2, bits_of_pair};
 use crate::cpu::isa::call_avx512;
 use crate::cpu::{Kernel, Simd};
 use half::{bf16, f16};
@@ -98,6 +98,7 @@ impl Simd for Avx512 {
     instructions! {
         safe {
             fn splat(self, x: f32) -> __m512 { _mm512_set1_ps(x) }
+            fn splat_pair(self, pair: [f32; 2]) -> __m512 { _mm512_castsi512_ps(_mm512_set1_epi64(bits_of_pair(pair))) }
             fn stream_fence(self) { _mm_sfence() }
             fn add(self, a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
             fn sub(self, a: __m512, b: __m512) -> __m512 { _mm512_sub_ps(a, b) }

@@ -31,6 +31,12 @@ macro_rules! instructions {
     };
 }
 
+/// Two numbers as one of twice the length.
+#[inline(always)]
+fn bits_of_pair(pair: [f32; 2]) -> i64 {
+    (u64::from(pair[0].to_bits()) | u64::from(pair[1].to_bits()) << 32) as i64
+}
+
 mod amx;
 mod avx2;
 mod avx512;

@@ -1,6 +1,9 @@
 //! Sums over filter taps with vectors over channels that lie next to each other.
 
+mod half;
 mod window;
+
+pub(in crate::conv2d::cpu) use half::{HalfSums, pack_with_half};
 
 use super::epilogue::{Epilogue, Sums};
 use super::stencil::Stencil;
@@ -16,6 +19,8 @@ pub(in crate::conv2d::cpu) trait Read<S: Simd>: Copy {
     const SINGLE: bool;
     /// True if all lanes read the same number, which a register need not hold for long.
     const BROADCASTS: bool = false;
+    /// True if the channels are a vector and a half, which are summed together.
+    const HAS_HALF: bool = false;
     /// The first source channel of a vector of destination channels from `k` on.
     fn first(self, k: usize) -> usize;
     /// The filter of a vector of destination channels from `k` on, relative to that of the first channel, and the distance
@@ -146,6 +151,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
                 width if width >= 8 && width % 7 != 0 => self.by_taps::<S, R, 8>(s, read, rows),
                 7.. => self.by_taps::<S, R, 7>(s, read, rows),
                 4..7 => self.by_taps::<S, R, FEW>(s, read, rows),
+                _ if R::HAS_HALF => unreachable!("narrow images have sums without halves"),
                 _ => self.pixels::<S, R, 1, 0, 0>(s, read, rows),
             }
         }
@@ -171,6 +177,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
                 (5, 1) if R::SINGLE => self.pixels::<S, R, P, 5, 1>(s, read, rows),
                 (5, 2) if R::SINGLE => self.pixels::<S, R, P, 5, 2>(s, read, rows),
                 (7, 1) if R::SINGLE => self.pixels::<S, R, P, 7, 1>(s, read, rows),
+                _ if R::HAS_HALF => unreachable!("other filters have sums without halves"),
                 _ => self.pixels::<S, R, P, 0, 0>(s, read, rows),
             }
         }
@@ -228,18 +235,18 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
         below(0)..below(self.stencil.src_size[1] as isize)
     }
 
-    /// Brings sums that more than bounds follow to their place, from `to` on. `is_plain`: whole vectors without a
-    /// residual.
+    /// Brings the sums of `len` channels, that more than bounds follow, to their place, from `to` on. `is_plain`: whole
+    /// vectors, or half ones, without a residual.
     #[inline(always)]
     unsafe fn finish<S: Simd, const P: usize>(
         &self,
         s: S,
         acc: [S::F32; P],
-        channel: usize,
+        (channel, len): (usize, usize),
         to: *mut D,
         is_plain: bool,
     ) {
-        let (len, col) = (S::LANES.min(self.count), self.dst_strides[1]);
+        let col = self.dst_strides[1];
         let mut sums = Sums::<{ PIXELS * MAX_LANES }>::new();
         let sums = sums.as_mut_ptr();
         // SAFETY: P is at most PIXELS; the rest is passed on.
@@ -249,7 +256,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
                 s.store(sums.add(p * S::LANES), s.add(*sum, bias));
             }
             if is_plain {
-                let size = [P, S::LANES];
+                let size = [P, len];
                 self.epilogue.activate_rows(s, (sums, S::LANES), (to, col), size);
             } else {
                 self.epilogue.activate_all(s, sums, P * S::LANES);
@@ -390,10 +397,8 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
         s: S,
         read: R,
     ) {
-        let Channels { count, ref epilogue, dst, dst_strides: [row, col], .. } = *self.all;
+        let Channels { count, dst, dst_strides: [row, col], .. } = *self.all;
         let last = count.saturating_sub(S::LANES);
-        let is_plain = count >= S::LANES && epilogue.residual.is_none();
-        let bounds = epilogue.bounds().filter(|_| is_plain);
         for i in self.rows.clone() {
             let to = (i - self.rows.start) as isize * row + self.j as isize * col;
             let to = dst.wrapping_offset(to);
@@ -402,22 +407,44 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
                 let to = to.wrapping_add(channel);
                 // SAFETY: passed on.
                 unsafe {
+                    if R::HAS_HALF {
+                        let (acc, half) = self.window_and_half::<S, P, TAPS, STEP, OUTSIDE>(s, i);
+                        self.put(s, acc, (0, S::LANES), to);
+                        self.put(s, half, (S::LANES, S::LANES / 2), to.wrapping_add(S::LANES));
+                        break;
+                    }
                     let acc: [S::F32; P] = match TAPS {
                         0 if R::SINGLE && count < S::LANES => self.all.few(s, i, self.j),
                         0 => self.all.sums(s, read, channel, i, self.j),
                         _ => self.window::<S, R, P, TAPS, STEP, OUTSIDE>(s, read, channel, i),
                     };
-                    match bounds {
-                        Some(bounds) => {
-                            let bias = epilogue.biases(s, channel, S::LANES);
-                            for (p, sum) in acc.iter().enumerate() {
-                                let to = to.wrapping_offset(p as isize * col);
-                                D::store(s, to, bounds.of(s, s.add(*sum, bias)));
-                            }
-                        }
-                        None => self.all.finish(s, acc, channel, to, is_plain),
-                    }
+                    self.put(s, acc, (channel, S::LANES.min(count)), to);
                 }
+            }
+        }
+    }
+
+    /// Brings the sums of `len` channels to their place, from `to` on.
+    #[inline(always)]
+    unsafe fn put<S: Simd, const P: usize>(
+        &self,
+        s: S,
+        acc: [S::F32; P],
+        (channel, len): (usize, usize),
+        to: *mut D,
+    ) {
+        let Channels { count, ref epilogue, dst_strides: [_, col], .. } = *self.all;
+        let is_plain = count >= S::LANES && epilogue.residual.is_none();
+        // SAFETY: passed on.
+        unsafe {
+            let Some(bounds) = epilogue.bounds().filter(|_| is_plain) else {
+                return self.all.finish(s, acc, (channel, len), to, is_plain);
+            };
+            let bias = epilogue.biases(s, channel, len);
+            for (p, sum) in acc.iter().enumerate() {
+                let (to, y) = (to.wrapping_offset(p as isize * col), s.add(*sum, bias));
+                let y = bounds.of(s, y);
+                if len == S::LANES { D::store(s, to, y) } else { D::store_first(s, to, y, len) }
             }
         }
     }

@@ -45,21 +45,9 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
                 // SAFETY: columns inside of the source, and terms of the filter.
                 unsafe {
                     if OUTSIDE == NONE && !R::BROADCASTS || S::REGISTERS >= 32 {
-                        let mut x = [s.zero(); WINDOW];
-                        for (c, x) in x.iter_mut().enumerate().take(columns(P, TAPS, STEP)) {
-                            if self.is_inside::<P, TAPS, STEP, OUTSIDE>(c) {
-                                *x = read.load(s, at(c), plane);
-                            }
-                        }
-                        for t in 0..TAPS {
-                            let w = s.load(filter.wrapping_add(t * term));
-                            for (p, sum) in acc.iter_mut().enumerate() {
-                                let c = p * STEP + t;
-                                if OUTSIDE == ANY || self.is_inside::<P, TAPS, STEP, OUTSIDE>(c) {
-                                    *sum = s.mul_add(w, x[c], *sum);
-                                }
-                            }
-                        }
+                        let x = |c| read.load(s, at(c), plane);
+                        let filter = (filter, term);
+                        acc = self.by_taps::<S, P, TAPS, STEP, OUTSIDE>(s, x, filter, acc);
                     } else {
                         let (from, filter) = ((from, col_stride), (filter, term));
                         acc = self.by_columns::<S, R, P, TAPS, STEP, OUTSIDE>(
@@ -68,6 +56,40 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
                     }
                 }
                 filter = filter.wrapping_add(TAPS * term);
+            }
+        }
+        acc
+    }
+
+    /// `acc` and the products of a row of the source, each of whose columns is loaded once. Taps are a distance apart.
+    #[inline(always)]
+    pub(super) unsafe fn by_taps<
+        S: Simd,
+        const P: usize,
+        const TAPS: usize,
+        const STEP: usize,
+        const OUTSIDE: usize,
+    >(
+        &self,
+        s: S,
+        load: impl Fn(usize) -> S::F32,
+        (filter, term): (*const f32, usize),
+        mut acc: [S::F32; P],
+    ) -> [S::F32; P] {
+        let mut x = [s.zero(); WINDOW];
+        for (c, x) in x.iter_mut().enumerate().take(columns(P, TAPS, STEP)) {
+            if self.is_inside::<P, TAPS, STEP, OUTSIDE>(c) {
+                *x = load(c);
+            }
+        }
+        for t in 0..TAPS {
+            // SAFETY: a term of the filter.
+            let w = unsafe { s.load(filter.wrapping_add(t * term)) };
+            for (p, sum) in acc.iter_mut().enumerate() {
+                let c = p * STEP + t;
+                if OUTSIDE == ANY || self.is_inside::<P, TAPS, STEP, OUTSIDE>(c) {
+                    *sum = s.mul_add(w, x[c], *sum);
+                }
             }
         }
         acc
