@@ -174,6 +174,21 @@ def test_the_linear_layer_of_one_image_is_part_of_the_sequence(bias, graphs, mod
         assert any(node.target in products for node in graphs[-1].graph.nodes)
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.Tanh()])
+def test_linear_layers_of_one_row_are_convolutions(activation, graphs):
+    layers = nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 15 * 12, 33), activation, nn.Linear(33, 5, bias=False)
+    model = nn.Sequential(*layers).eval()
+    with torch.no_grad():
+        checked = optimize(model)
+        checked(leaf(1, *X[1:], grad=False))
+        compare(model, optimize(model, check=False), leaf(1, *X[1:], grad=False))
+    products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    assert not any(node.target in products for node in graphs[-1].graph.nodes)
+    convolutions = [m for m in graphs[-1].modules() if isinstance(m, FusedConv2d)]
+    is_fused = not isinstance(activation, nn.Tanh)
+    assert [m.activation is not None for m in convolutions] == [False, is_fused, False]
+
+
 POOLS = [
     (nn.MaxPool2d(2), "max_pool2d"),
     (nn.MaxPool2d((2, 3), stride=1, padding=(1, 0)), "max_pool2d"),

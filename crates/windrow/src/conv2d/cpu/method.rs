@@ -137,6 +137,11 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         self.packed_bytes() + self.workspace_bytes()
     }
 
+    /// True if runs read the filter itself and not what [`Prepared::pack`] makes of it: it lies as they need it.
+    fn reads_filter(&self) -> bool {
+        false
+    }
+
     /// The allowed error of an element, relative to its scale: one rounding for each of the additions that follow one
     /// another. For Winograd, which mixes a tile's pixels, it is a few times the measured error.
     fn tolerance(&self) -> f64;

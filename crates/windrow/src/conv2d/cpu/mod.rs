@@ -11,6 +11,7 @@ mod grouped;
 mod im2col;
 mod method;
 mod methods;
+mod one_pixel;
 mod planar;
 mod plane;
 mod runs;
@@ -34,6 +35,7 @@ pub(crate) use self::method::{Prepared, Run, Task};
 pub(crate) use self::methods::{
     algorithms, allows, candidates, cost, parameters, prepare, supported,
 };
+use self::one_pixel::OnePixelMethod;
 use self::planar::Planar;
 use self::plane::Plane;
 use self::runs::Runs;
@@ -46,7 +48,7 @@ use self::transposed::Transposed;
 use self::winograd::{FusedMethod, StagedMethod};
 
 /// The methods on the CPU. If several have the same algorithm, the first that supports a convolution computes it.
-static METHODS: [&dyn Method; 10] = [
+static METHODS: [&dyn Method; 11] = [
     &AMX,
     &BF16_PAIRS,
     &RUNS,
@@ -54,6 +56,7 @@ static METHODS: [&dyn Method; 10] = [
     &TRANSPOSED,
     &PLANE,
     &PLANAR,
+    &OnePixelMethod,
     &IM2COL,
     &StagedMethod,
     &FusedMethod,

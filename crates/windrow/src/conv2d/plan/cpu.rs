@@ -109,7 +109,7 @@ impl Cpu {
     }
 
     pub(super) fn kept_bytes(&self, _: &TensorRef<'_>) -> usize {
-        self.packed_bytes()
+        if self.prepared.reads_filter() { 0 } else { self.packed_bytes() }
     }
 
     /// Bytes of workspace for a run, not counting the packed filter.
@@ -145,6 +145,7 @@ impl Cpu {
         let residual = Residual::new(args.residual.as_ref(), y);
         let kept;
         let weights = match args.w {
+            Weights::Cached(w, _) if self.prepared.reads_filter() => Weights::Raw(w),
             Weights::Cached(w, cache) => {
                 kept = self.kept(plan, &w, cache)?;
                 Weights::Packed(&kept)

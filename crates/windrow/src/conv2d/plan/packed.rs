@@ -193,8 +193,8 @@ impl Conv2dPlan {
         engine!(self, engine => engine.packed_bytes())
     }
 
-    /// The number of bytes that a [`FilterCache`](crate::FilterCache) stores for the filter `w` and this plan; 0 if a
-    /// GPU can read the filter in place.
+    /// The number of bytes that a [`FilterCache`](crate::FilterCache) stores for the filter `w` and this plan; 0 if it
+    /// can read the filter in place.
     pub fn kept_bytes(&self, w: &TensorRef<'_>) -> usize {
         engine!(self, engine => engine.kept_bytes(w))
     }

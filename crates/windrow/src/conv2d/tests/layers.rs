@@ -102,3 +102,26 @@ fn groups_of_half_vectors() {
     }
     assert!(checked > 80, "{checked}");
 }
+
+/// Filters that are read where they lie, for numbers of channels and terms around those that are summed at once.
+#[test]
+fn one_pixel() {
+    for (i, c) in [1, 7, 16, 33, 100, 336, 2053].into_iter().enumerate() {
+        for (j, k) in [1, 3, 16, 18, 85].into_iter().enumerate() {
+            let case = Case {
+                x: [1, c, 1 + i % 2, 1],
+                filter: [k, 1, 1],
+                params: Conv2dParams {
+                    stride: [2, 2],
+                    activation: [Activation::Relu, Activation::Silu, Activation::Identity][j % 3],
+                    ..Default::default()
+                },
+                dtype: DType::F32,
+                bias: [Some(DType::F32), None][(i + j) % 2],
+                forms: [Arrangement::ChannelsLast, Arrangement::Nchw, Arrangement::ChannelsLast],
+            };
+            let spec = case.spec().unwrap();
+            case.check_algorithms(&spec, &[Conv2dAlgorithm::Im2colGemm]);
+        }
+    }
+}

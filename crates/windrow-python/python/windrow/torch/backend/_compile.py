@@ -19,7 +19,7 @@ from windrow.torch.backend._fuse import fuse, results
 from windrow.torch.backend._group_norm import by_channels
 from windrow.torch.backend._image_steps import image_steps_to_modules, steps
 from windrow.torch.backend._layout import lay_out_images, lay_out_videos, to_channels_last
-from windrow.torch.backend._linear import linear_to_convolutions, means_to_convolutions
+from windrow.torch.backend._linear import linear_to_convolutions, rows_to_convolutions
 from windrow.torch.backend._memory import Memory
 from windrow.torch.backend._modules import to_modules
 from windrow.torch.backend._norms import norms_to_convolutions
@@ -109,7 +109,7 @@ class _Frozen:
         self.constants = constants = Constants(module, static if options.freeze else (), in_graphs, shares)
         linear_to_convolutions(graph, constants, options.accuracy, decompositions)
         if decompositions is None:
-            means_to_convolutions(graph, constants, options.accuracy)
+            rows_to_convolutions(graph, constants, options.accuracy)
         else:
             lay_out_images(graph)
         groups = 0 if decompositions is None else by_channels(graph)

@@ -4,8 +4,9 @@ Blocks like ConvNeXt's move the channels last, normalise, multiply by matrices w
 the channels back. In channels-last memory this is a convolution of the same numbers. The activation, the factors of the
 channels and the addition behind it can then be fused.
 
-The last layer of most classifiers multiplies the mean of an image. As a convolution of an image of one pixel it is part
-of the call of the convolutions before it.
+The last layers of classifiers multiply one row: the mean of an image, or all of its numbers. They are convolutions of an
+image of one pixel, which read the filter at the rate of the memory. Behind a mean they are part of the call of the
+convolutions before it.
 """
 
 from dataclasses import dataclass
@@ -80,40 +81,45 @@ def _is_strict(image: fx.Node, accuracy: str | None) -> bool:
     return x.dtype == torch.float32 and accuracy_of(accuracy, x, is_linear=True) != "tf32"
 
 
-def means_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:
-    """Converts linear layers of the mean of one image, unless bits must not depend on the number of images."""
+def rows_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:
+    """Converts linear layers of one row, and the activations behind them, unless bits must not depend on the number of
+    rows."""
     if is_batch_invariant(accuracy):
         return
     for product in [*graph.nodes]:
-        found = _of_mean(product, constants)
+        found = _of_row(product, constants)
         if found is None:
             continue
-        mean, weight, bias = found
-        how = ([1, 1], [0, 0], [1, 1], 1, None, accuracy_of(accuracy, value(mean), is_linear=True))
-        image = called(graph, product, OPERATORS.conv2d_fused.default, mean, weight, bias, None, *how)
+        row, weight, bias = found
+        pixel = [*value(row).shape, 1, 1]
+        before: Any = row.args[0] if row.target in VIEWS else None
+        is_pixel = before is not None and [*value(before).shape] == pixel
+        image = before if is_pixel else called(graph, product, _aten.view.default, row, pixel)
+        how = ([1, 1], [0, 0], [1, 1], 1, None, accuracy_of(accuracy, value(image), is_linear=True))
+        image = called(graph, product, OPERATORS.conv2d_fused.default, image, weight, bias, None, *how)
         image.meta[NAME] = name_of(product)
-        result = called(graph, product, _aten.view.default, image, [*value(product).shape])
-        result.meta[VALUE] = product.meta.get(VALUE)
-        product.replace_all_uses_with(result)
+        last = product
+        if (behind := activated(product, torch.float32, None)) is not None:
+            name, last = behind
+            image = copied(graph, last, pattern_of(name, torch.float32, None), image)
+        result = called(graph, last, _aten.view.default, image, [*value(product).shape])
+        result.meta[VALUE] = last.meta.get(VALUE)
+        last.replace_all_uses_with(result)
     graph.eliminate_dead_code()
 
 
-def _of_mean(product: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """Mean, filter and bias if the node is a linear layer of the mean of one image, in f32 on the CPU."""
+def _of_row(product: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """Row, filter and bias if the node is a linear layer of one row, in f32 on the CPU."""
     args = _product(product)
-    if args is None:
+    if args is None or not _is_transposed(args[1]):
         return None
-    rows, transposed, bias = args
-    if rows.target not in VIEWS or not _is_transposed(transposed):
-        return None
-    mean: Any = rows.args[0]
+    row, transposed, bias = args
     weight: Any = transposed.args[0]
-    if mean.target is not _aten.mean.dim or [*value(mean).shape] != [1, value(weight).shape[1], 1, 1]:
-        return None
     if weight not in constants or (bias is not None and (bias not in constants or value(bias).dim() != 1)):
         return None
-    is_step = value(mean).device.type == "cpu" and value(mean).dtype == torch.float32
-    return (mean, weight, bias) if is_step and is_ours(mean, None, bias) else None
+    given = [value(n) for n in (row, weight, bias) if n is not None]
+    is_step = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in given)
+    return (row, weight, bias) if is_step and value(row).shape[0] == 1 else None
 
 
 def _product(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
