@@ -29,7 +29,7 @@ impl<S: Simd> Read<S> for WithHalf {
 
 /// The sums of some rows of a vector and a half of a group's channels, with a filter of [`pack_with_half`]. Whoever makes
 /// it promises what [`Channels::sum`] asks for, an even number of source channels, filters of three neighbouring columns,
-/// a step of at most 2, and at least 4 pixels in a row.
+/// a step of 1, at most one column outside of the image on either side, and at least 4 pixels in a row.
 pub(in crate::conv2d::cpu) struct HalfSums<'a, T>(pub Channels<'a, T, T>, pub Range<usize>);
 
 impl<T: SimdElement> Kernel for HalfSums<'_, T> {
@@ -110,23 +110,18 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
                 let at = |col: usize| {
                     from.wrapping_offset((col as isize).wrapping_mul(col_stride)).wrapping_add(c)
                 };
-                let of = |part: usize, filter: *const f32| (filter.wrapping_add(part), S::LANES);
+                let of = |part: usize| (filter.wrapping_add(part), S::LANES);
                 // SAFETY: columns inside of the source, and terms of the filter.
                 unsafe {
                     let x = |col| T::splat(s, at(col));
-                    acc = self.by_taps::<S, P, TAPS, STEP, OUTSIDE>(s, x, of(0, filter), acc);
+                    acc = self.by_columns::<S, P, TAPS, STEP, OUTSIDE>(s, x, of(0), acc);
                     let x = |col| T::splat(s, at(col).wrapping_add(1));
-                    acc = self.by_taps::<S, P, TAPS, STEP, OUTSIDE>(s, x, of(part, filter), acc);
+                    acc = self.by_columns::<S, P, TAPS, STEP, OUTSIDE>(s, x, of(part), acc);
                     let x = |col| {
                         let pair: [T; 2] = at(col).cast::<[T; 2]>().read_unaligned();
                         s.splat_pair([pair[0].to_f32(), pair[1].to_f32()])
                     };
-                    pairs = self.by_taps::<S, P, TAPS, STEP, OUTSIDE>(
-                        s,
-                        x,
-                        of(2 * part, filter),
-                        pairs,
-                    );
+                    pairs = self.by_columns::<S, P, TAPS, STEP, OUTSIDE>(s, x, of(2 * part), pairs);
                 }
                 filter = filter.wrapping_add(3 * part);
             }

@@ -173,7 +173,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
         unsafe {
             match shape {
                 (3, 1) => self.pixels::<S, R, P, 3, 1>(s, read, rows),
-                (3, 2) => self.pixels::<S, R, P, 3, 2>(s, read, rows),
+                (3, 2) if !R::HAS_HALF => self.pixels::<S, R, P, 3, 2>(s, read, rows),
                 (5, 1) if R::SINGLE => self.pixels::<S, R, P, 5, 1>(s, read, rows),
                 (5, 2) if R::SINGLE => self.pixels::<S, R, P, 5, 2>(s, read, rows),
                 (7, 1) if R::SINGLE => self.pixels::<S, R, P, 7, 1>(s, read, rows),
@@ -217,6 +217,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
                     // With a step of 2 most images have no column beyond the last one that is read.
                     2 if R::BROADCASTS && STEP == 1 => block.sum::<S, R, P, TAPS, STEP, 2>(s, read),
                     3 if R::BROADCASTS && STEP == 1 => block.sum::<S, R, P, TAPS, STEP, 3>(s, read),
+                    _ if R::HAS_HALF && P > FEW => unreachable!("more columns outside"),
                     _ => block.sum::<S, R, P, TAPS, STEP, ANY>(s, read),
                 }
             }

@@ -49,10 +49,9 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
                         let filter = (filter, term);
                         acc = self.by_taps::<S, P, TAPS, STEP, OUTSIDE>(s, x, filter, acc);
                     } else {
-                        let (from, filter) = ((from, col_stride), (filter, term));
-                        acc = self.by_columns::<S, R, P, TAPS, STEP, OUTSIDE>(
-                            s, read, from, plane, filter, acc,
-                        );
+                        let x = |c| read.load(s, at(c), plane);
+                        let filter = (filter, term);
+                        acc = self.by_columns::<S, P, TAPS, STEP, OUTSIDE>(s, x, filter, acc);
                     }
                 }
                 filter = filter.wrapping_add(TAPS * term);
@@ -63,7 +62,7 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
 
     /// `acc` and the products of a row of the source, each of whose columns is loaded once. Taps are a distance apart.
     #[inline(always)]
-    pub(super) unsafe fn by_taps<
+    unsafe fn by_taps<
         S: Simd,
         const P: usize,
         const TAPS: usize,
@@ -110,11 +109,13 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
     }
 
     /// `acc` and the products of a row of the source, column by column, in the same order. It takes fewer registers than
-    /// to hold all columns, each of which exists or not. Columns and taps are a distance apart.
+    /// to hold all columns, each of which exists or not. Taps are a distance apart.
+    ///
+    /// # Safety
+    /// `filter` has so many terms.
     #[inline(always)]
-    unsafe fn by_columns<
+    pub(super) unsafe fn by_columns<
         S: Simd,
-        R: Read<S>,
         const P: usize,
         const TAPS: usize,
         const STEP: usize,
@@ -122,16 +123,14 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
     >(
         &self,
         s: S,
-        read: R,
-        (from, col): (*const T, isize),
-        plane: usize,
+        load: impl Fn(usize) -> S::F32,
         (filter, term): (*const f32, usize),
         mut acc: [S::F32; P],
     ) -> [S::F32; P] {
         const { assert!(columns(P, TAPS, STEP) <= 14 * STEP) }
         let holds = P + TAPS + 1 < S::REGISTERS;
         let mut w = [s.zero(); TAPS];
-        // SAFETY: columns inside of the source, and terms of the filter.
+        // SAFETY: terms of the filter.
         unsafe {
             if holds {
                 for (t, w) in w.iter_mut().enumerate() {
@@ -145,8 +144,7 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
                     for r in 0..STEP {
                         let c = q * STEP + r;
                         if c < columns(P, TAPS, STEP) && self.is_inside::<P, TAPS, STEP, OUTSIDE>(c) {
-                            let at = from.wrapping_offset((c as isize).wrapping_mul(col));
-                            let x = read.load(s, at, plane);
+                            let x = load(c);
                             for u in 0..(TAPS - r).div_ceil(STEP) {
                                 if u <= q && q - u < P {
                                     let t = u * STEP + r;
