@@ -269,6 +269,30 @@ def test_any_size(graphs, modules):
     assert len(graphs) < 5 and steps(graphs[-1]) == ["max_pool2d", "mean", "sigmoid", "mean"]
 
 
+@pytest.mark.parametrize("by", [lambda x, y: F.interpolate(x, scale_factor=2.0), lambda x, y: F.interpolate(x, y.shape[2:])])
+def test_upsampling_to_a_size_that_changes(by, graphs):
+    """Of a graph for any size, an image of which only the size after upsampling is a number is PyTorch's."""
+
+    class Pyramid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
+            self.last = nn.Conv2d(8, 4, 3, padding=1)
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.last(by(self.second(y), y) + y)
+
+    model = Pyramid().eval()
+    fast = optimize(model)
+    with torch.no_grad():
+        for size in (32, 48, 64, 32):
+            x = leaf(2, 3, size, size, grad=False)
+            assert_close(fast(x), model(x))
+    told = fast.windrow_report.left
+    assert not [why for why in told.values() if "differs" in why], told
+
+
 def test_nan_and_infinities_stay_where_they_are(graphs):
     class Raw(nn.Module):
         def __init__(self):

@@ -212,6 +212,8 @@ def _repeated(node: fx.Node, x: Any, _: Any, *scales: float | None) -> _Step | N
     if not _is_image(x) or not _is_dense(node):
         return None
     before, after = value(x).shape[2:], value(node).shape[2:]
+    if not all(isinstance(n, int) for n in before):
+        return None
     times = [large // small for large, small in zip(after, before, strict=True)]
     are_whole = [n * small for n, small in zip(times, before, strict=True)] == [*after]
     are_meant = all(scale in (None, n) for scale, n in zip(scales, times, strict=False))
