@@ -66,28 +66,29 @@ class _Timed(fx.Interpreter):
         self.nodes.setdefault(name, (kind, told(result), []))[2].append(took)
         return result
 
-    def _convolution(self, name: str, module: Any, x: Tensor, residual: Tensor | None) -> Any:
-        weight, groups = [*module.weight.shape, 1, 1][:4], module.options[3]
-        kind = kind_of_filter(weight[1] * groups, weight, groups)
-        told = lambda y: f"{kind} {weight[1] * groups} -> {weight[0]}, {[*y.shape[2:]]}, {module.activation}"
-        return self._call(name, lambda: module(x, residual), kind, told)
-
-    def _module(self, name: str, module: Any, x: Tensor, second: Tensor | None) -> Any:
+    def _module(
+        self, name: str, module: Any, x: Tensor, second: Tensor | None = None, place: Tensor | None = None
+    ) -> Any:
         if isinstance(module, FusedConv2d):
-            return self._convolution(name, module, x, second)
-        assert isinstance(module, ImageStep)
-        told = lambda y: f"{module.operation} {y.shape[1]}, {[*x.shape[2:]]}"
-        return self._call(name, lambda: module(x, second), kind_of(module.operation), told)
+            weight, groups = [*module.weight.shape, 1, 1][:4], module.options[3]
+            kind = kind_of_filter(weight[1] * groups, weight, groups)
+            told = lambda y: f"{kind} {weight[1] * groups} -> {weight[0]}, {[*y.shape[2:]]}, {module.activation}"
+        else:
+            assert isinstance(module, ImageStep)
+            kind = kind_of(module.operation)
+            told = lambda y: f"{module.operation} {y.shape[1]}, {[*x.shape[2:]]}"
+        return self._call(name, lambda: module(x, second, place), kind, told)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module: Any = self.submodules[target]
         if not isinstance(module, Sequence):
-            return self._module(target, module, args[0], args[1] if len(args) > 1 else None)
+            return self._module(target, module, *args)
         values = [*args]
-        for (image, added), (name, one) in zip(module.steps, module._modules.items(), strict=True):
-            residual = None if added is None else values[added]
-            values.append(self._module(f"{target}.{name}", one, values[image], residual))
-        results = [values[i] for i in module.results]
+        for by, *numbers in module.steps:
+            given = [None if number is None else values[number] for number in numbers]
+            is_view = not isinstance(by, str)
+            values.append(by.of(given[0]) if is_view else self._module(f"{target}.{by}", module._modules[by], *given))
+        results = [values[i].flatten(1) if i in module.flat else values[i] for i in module.results]
         return results[0] if len(results) == 1 else (*results,)
 
     def run_node(self, node: fx.Node) -> Any:
@@ -99,21 +100,14 @@ class _Timed(fx.Interpreter):
 
 def ours(case: Case, calls: int, prints: bool) -> tuple[float, list[Node]]:
     graphs: list[tuple[fx.GraphModule, Any]] = []
-    to_modules = _compile.to_modules
+    called_alone = _compile.called_alone
 
-    def kept(*args: Any) -> Any:
-        bind, names = to_modules(*args)
+    def kept(graph: fx.GraphModule) -> Callable[..., Any]:
+        call = called_alone(graph)
+        # With the arguments of the last call.
+        return lambda *given: (graphs.append((graph, given)), call(*given))[1]
 
-        def bound(constants: Any) -> fx.GraphModule:
-            graph = bind(constants)
-            forward = graph.forward
-            # The last call's arguments.
-            graph.forward = lambda *given: (graphs.append((graph, given)), forward(*given))[1]  # type: ignore[method-assign]
-            return graph
-
-        return bound, names
-
-    _compile.to_modules = kept
+    _compile.called_alone = kept
     model, x, whole = case.made(case.model(PYTORCH), OPTIMIZED), networks_cpu.image_of(case), []
     with torch.inference_mode():
         for i in range(models.WARM_UP + calls):
@@ -126,7 +120,7 @@ def ours(case: Case, calls: int, prints: bool) -> tuple[float, list[Node]]:
             if i == models.WARM_UP:
                 timed.nodes.clear()
             timed.run(*given)
-    _compile.to_modules = to_modules
+    _compile.called_alone = called_alone
     for kind, told, times in timed.nodes.values() if prints else ():
         print(f"{min(times):8.3f} ms  {told}", file=sys.stderr)
     return min(whole), [(kind, min(times)) for kind, _, times in timed.nodes.values()]

@@ -95,12 +95,14 @@ def lay_out_videos(graph: fx.Graph) -> None:
             if not _reads_channels_last(value(video)):
                 continue
             converted[video] = _channels_last(graph, node, video)
-        is_row_major = how[_RESIDUAL - 1] is not None or not _goes_to_videos(node)
-        new = called(graph, node, node.target, converted[video], *how, is_row_major)
+        copies = _copies_behind(node) if how[_RESIDUAL - 1] is None else None
+        new = called(graph, node, node.target, converted[video], *how, copies is None)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-        if not is_row_major:
+        if copies is not None:
             converted[new] = new
+            for copy in copies:
+                copy.kwargs = {"memory_format": torch.contiguous_format}
 
 
 # The compute capability of GPUs whose kernels for videos read whole vectors of channels, of so many bytes; those of f32
@@ -121,21 +123,25 @@ def _reads_channels_last(video: Tensor) -> bool:
     return torch.cuda.get_device_capability(video.device) == _HOPPER
 
 
-def _goes_to_videos(node: fx.Node) -> bool:
-    """True if Inductor computes everything between the result and videos of further convolutions, or copies."""
-    seen, ahead = {node}, [node]
+def _copies_behind(node: fx.Node) -> list[fx.Node] | None:
+    """The row-major copies of a result, if Inductor computes everything between it, them and videos of further
+    convolutions; None if anything else reads it, such as a result of the graph."""
+    copies, seen, ahead = list[fx.Node](), {node}, [node]
     while ahead:
         of = ahead.pop()
         for user in of.users:
             if user.target is OPERATORS.conv3d_fused.default and user.args[0] is of and of not in user.args[1:]:
                 continue
-            if user.target is _aten.clone.default:
+            if user.target is _aten.clone.default and user.kwargs:
+                continue
+            if user.target is _aten.clone.default and value(user).is_contiguous():
+                copies.append(user)
                 continue
             if user.target not in _ANY_LAYOUT and torch.Tag.pointwise not in getattr(user.target, "tags", ()):
-                return False
+                return None
             ahead += [] if user in seen else [user]
             seen.add(user)
-    return True
+    return copies
 
 
 def laid_out(graph: fx.Graph, before: fx.Node, image: fx.Node, result: fx.Node) -> fx.Node:
