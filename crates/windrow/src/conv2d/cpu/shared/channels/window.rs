@@ -43,17 +43,18 @@ impl<T: SimdElement, D: SimdElement> Block<'_, T, D> {
             let at = |c: usize| from.wrapping_offset((c as isize).wrapping_mul(col_stride));
             for plane in 0..planes {
                 // SAFETY: columns inside of the source, and terms of the filter.
-                unsafe {
-                    if OUTSIDE == NONE && !R::BROADCASTS || S::REGISTERS >= 32 {
-                        let x = |c| read.load(s, at(c), plane);
-                        let filter = (filter, term);
-                        acc = self.by_taps::<S, P, TAPS, STEP, OUTSIDE>(s, x, filter, acc);
-                    } else {
-                        let x = |c| read.load(s, at(c), plane);
-                        let filter = (filter, term);
-                        acc = self.by_columns::<S, P, TAPS, STEP, OUTSIDE>(s, x, filter, acc);
+                let x = |c| unsafe { read.load(s, at(c), plane) };
+                // SAFETY: the same.
+                acc = unsafe {
+                    match OUTSIDE == NONE && !R::BROADCASTS || S::REGISTERS >= 32 {
+                        true => {
+                            self.by_taps::<S, P, TAPS, STEP, OUTSIDE>(s, x, (filter, term), acc)
+                        }
+                        false => {
+                            self.by_columns::<S, P, TAPS, STEP, OUTSIDE>(s, x, (filter, term), acc)
+                        }
                     }
-                }
+                };
                 filter = filter.wrapping_add(TAPS * term);
             }
         }
