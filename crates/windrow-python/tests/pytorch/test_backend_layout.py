@@ -162,3 +162,33 @@ def test_group_norms_on_cuda(is_last, dtype):
     over_images = [node for node in traced.graph.nodes if node.target is torch.ops.aten.var_mean.correction]
     assert [node.args[0].meta["val"].dtype for node in over_images] == [torch.float32]
     assert over_images[0].args[0].meta["val"].is_contiguous(memory_format=LAST) == is_last
+
+
+class Attended(nn.Module):
+    """A group normalisation of an image whose pixels a linear layer has computed, as behind attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 8), nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        x = self.conv(x)
+        y = self.linear(x.flatten(2).transpose(1, 2)).transpose(1, 2)
+        return self.norm(y.reshape(x.shape))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("shape", [(1, 3, 4, 6), (2, 3, 4, 6), (1, 3, 1, 5)])
+def test_group_norms_behind_attention(shape, is_training, dynamic):
+    model, x = Attended().train(is_training), torch.randn(shape)
+    fast = torch.compile(model, backend=windrow, dynamic=dynamic, options={"rest": "eager", "accuracy": "exact"})
+    with torch.set_grad_enabled(is_training):
+        for _ in range(2):
+            want, got = model(x), fast(x)
+            torch.testing.assert_close(got, want)
+            assert got.stride() == want.stride()
+    if is_training:
+        of = lambda y: torch.autograd.grad(y.square().sum(), [*model.parameters()])
+        for g, w in zip(of(got), of(want), strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4)

@@ -18,7 +18,7 @@ from windrow.torch.backend._fold import fold
 from windrow.torch.backend._fuse import fuse, results
 from windrow.torch.backend._group_norm import by_channels
 from windrow.torch.backend._image_steps import image_steps_to_modules, steps
-from windrow.torch.backend._layout import lay_out_images, lay_out_videos, to_channels_last
+from windrow.torch.backend._layout import lay_out_images, lay_out_normalised, lay_out_videos, to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions, rows_to_convolutions
 from windrow.torch.backend._memory import Memory
 from windrow.torch.backend._modules import to_modules
@@ -58,10 +58,12 @@ def by_eager(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
     from torch._dynamo.backends.common import aot_autograd
 
     def trained(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        lay_out_normalised(module.graph)
         _training(module, options)
         return make_boxed_func(module.forward)
 
     def inferred(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        lay_out_normalised(module.graph)
         frozen = _Frozen(module, inputs, _static_inputs(), options, None)
         return frozen.call_bound(lambda bound: make_boxed_func(called_alone(bound)))
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import suggest_memory_format
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from windrow.torch._library import OPERATORS
@@ -181,6 +182,29 @@ def keep_results(graph: fx.Graph) -> bool:
             same = called(graph, output, _aten.contiguous.default, node, memory_format=laid_out)
             output.replace_input_with(node, same)
     return True
+
+
+# Group normalisation and its gradient: the places of the images among the arguments, the normalised one last.
+_NORMALISED = {_aten.native_group_norm.default: (0,), _aten.native_group_norm_backward.default: (0, 1)}
+
+
+def in_format_of(image: Tensor, other: Tensor) -> Tensor:
+    """The image, or a copy, row-major or in channels-last, as the strides of the other image say."""
+    return image.contiguous(memory_format=suggest_memory_format(other))
+
+
+def lay_out_normalised(graph: fx.Graph) -> None:
+    """Lets group normalisations on the CPU copy images of which a dimension has one element, if they need to. Up to
+    PyTorch 2.11, the stride of this dimension may be another one than the tracer said, and the kernel refuses it."""
+    for node in graph.nodes:
+        images = [node.args[i] for i in _NORMALISED.get(node.target, ())]
+        for i, image in enumerate(images):
+            of = value(image)
+            if of.device.type == "cpu" and any(isinstance(n, int) and n == 1 for n in of.shape):
+                with graph.inserting_before(node):
+                    laid_out = graph.call_function(in_format_of, (image, images[-1]))
+                laid_out.meta["val"] = of
+                node.update_arg(i, laid_out)
 
 
 def is_dense(t: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from windrow.torch._check_bound import Tier, moved, tier_of
 from windrow.torch.backend._constants import Constants, is_floating, value
 from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value
+from windrow.torch.backend._layout import in_format_of
 from windrow.torch.backend._report import name_of
 
 _aten = torch.ops.aten
@@ -55,7 +56,7 @@ def is_view(node: fx.Node) -> bool:
 def _is_copy(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    return is_view(node) or _name(node) in _COPY
+    return is_view(node) or _name(node) in _COPY or node.target is in_format_of
 
 
 def _is_random(node: fx.Node) -> bool:
