@@ -150,6 +150,7 @@ def show(row):
 def write(options, record, tables):
     if not options.record:
         return
+    options.record.mkdir(parents=True, exist_ok=True)
     provenance.write(options.record / "batch_invariance.json", {**provenance.commit(), **record})
     about = f"Time with `batch_invariant` divided by the time without. {provenance.sentence()}"
     (options.record / "batch_invariance.md").write_text("\n\n".join([about, *tables]) + "\n")

@@ -14,7 +14,7 @@ and graph breaks beside those of the backend `eager`; the share of the convoluti
 share that Windrow computed: what the profiler sees PyTorch's own convolutions compute is not Windrow's.
 
 OUT.md is the table. Networks that OUT.json has already are left out, unless they are named. `--part 1/2` is every second of
-them, and `--join` puts parts together. Needs `windrow` on PYTHONPATH, and
+them, and `--join` puts parts together; a case names what its part had of another version. Needs `windrow` on PYTHONPATH, and
 torchvision, timm, segmentation_models_pytorch, monai and diffusers.
 """
 
@@ -60,7 +60,9 @@ def main() -> int:
             record["extension"] = extension
     cases = {case["network"]: case for case in record["cases"]}
     for other in options.join:
-        cases |= {case["network"]: case for case in json.loads(other.read_text())["cases"]}
+        part = json.loads(other.read_text())
+        differs = {key: part[key] for key in ("commit", *LIBRARIES) if part[key] != record[key]}
+        cases |= {case["network"]: {**case, **({"of": differs} if differs else {})} for case in part["cases"]}
     record["cases"] = [cases[n] for n in NETWORKS if n in cases]
     part, parts = map(int, options.part.split("/"))
     named = options.networks.split(";") if options.networks else []
@@ -144,8 +146,8 @@ def table(record: dict[str, Any]) -> list[str]:
         "|---|--:|--:|--:|--:|--:|--:|--:|---|---|---|---|---|",
     ]
     for case in record["cases"]:
-        said = verdict(case)
-        cells = [case["network"], *[""] * 11, said] if "crash" in case else [*row(case), "" if said == "right" else said]
+        said = "; ".join([verdict(case), *(f"{key} {value[:12]}" for key, value in case.get("of", {}).items())])
+        cells = [case["network"], *[""] * 11, said] if "crash" in case else [*row(case), said.removeprefix("right").removeprefix("; ")]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

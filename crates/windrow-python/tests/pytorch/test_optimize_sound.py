@@ -571,7 +571,7 @@ def test_normalisations_of_others():
 
 def test_normalisations_with_an_activation():
     layers = pytest.importorskip("timm.layers")
-    for act, what in ((nn.ReLU, "folded 1, relu"), (nn.Hardswish, "folded 1"), (nn.SiLU, "folded 1, silu")):
+    for act, what in ((nn.ReLU, "folded 1, relu"), (nn.Hardswish, "folded 1, hardswish"), (nn.SiLU, "folded 1, silu")):
         model = nn.Sequential(conv(), layers.BatchNormAct2d(4, act_layer=act), conv()).eval()
         nn.init.normal_(model[1].running_mean)
         assert as_the_model(model, image()).windrow_report.fused["0"].endswith(what)
