@@ -7,7 +7,9 @@
 use crate::pages;
 use crate::record::RECORDS;
 use crate::steps::{Result, root};
-use crate::{accuracy_picture, networks_cpu_table, published_table, speed_picture, tables};
+use crate::{
+    accuracy_picture, networks_cpu_table, published_table, speed_picture, tables, ways_picture,
+};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -98,6 +100,10 @@ fn content(name: &str, records: &[&str]) -> Result<Filled> {
             let models = json(last, "models")?;
             let svg = speed_picture::svg(&json(record, "cpu")?, &conv2d, &memory, &models)?;
             return Ok(Filled::Picture { file: "speed", alt: speed_picture::ALT, svg });
+        }
+        "ways-picture" => {
+            let svg = ways_picture::svg(&json(record, "models")?, &json(second, "networks_cpu")?)?;
+            return Ok(Filled::Picture { file: "ways", alt: ways_picture::ALT, svg });
         }
         "accuracy-picture" => {
             let (verify, models) = (json(second, "verify")?, json(last, "models")?);

@@ -25,6 +25,7 @@ mod steps;
 mod svg;
 mod tables;
 mod test;
+mod ways_picture;
 mod wheel;
 
 use std::process::ExitCode;
