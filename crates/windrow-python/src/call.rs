@@ -112,13 +112,23 @@ pub(crate) fn run<T: Send>(
     elements: usize,
     work: impl FnOnce(&mut Workspace) -> windrow::Result<T> + Send,
 ) -> PyResult<T> {
-    run_with(py, like, bytes, elements, None, work)
+    let on = On { device: like.device, family: &like.family, is_staged: like.is_staged() };
+    run_with(py, &on, bytes, elements, None, work)
+}
+
+/// Where a call's work is done.
+pub(crate) struct On<'a, 'py> {
+    pub(crate) device: Device,
+    /// The library of the tensors, which gives the stream and the memory.
+    pub(crate) family: &'a Family<'py>,
+    /// True if the tensors were copied to the device for this call.
+    pub(crate) is_staged: bool,
 }
 
 /// [`run`], with scratch memory of PyTorch as `empty` gives it, which is at least `bytes` long.
 pub(crate) fn run_with<T: Send>(
     py: Python<'_>,
-    like: &Array<'_>,
+    on: &On<'_, '_>,
     bytes: usize,
     elements: usize,
     empty: Option<&EmptyTensor>,
@@ -126,24 +136,22 @@ pub(crate) fn run_with<T: Send>(
 ) -> PyResult<T> {
     let mut wait = false;
     let mut lent = None;
-    let keep = like.device == Device::Cpu && bytes <= KEPT_BYTES;
-    let mut workspace = match like.device {
+    let keep = on.device == Device::Cpu && bytes <= KEPT_BYTES;
+    let mut workspace = match on.device {
         Device::Cpu if keep => match KEPT.take() {
             Some(workspace) => workspace,
             None => Workspace::new(Device::Cpu, KEPT_BYTES).py()?,
         },
         Device::Cpu => Workspace::new(Device::Cpu, bytes).py()?,
         gpu => {
-            let stream = like.family.current_stream(gpu)?;
+            let stream = on.family.current_stream(gpu)?;
             // What a library does on its own streams is ordered neither before nor after ours,
             // unless it tells its stream: `__dlpack__` was asked to order the legacy default stream
             // after it, and the end is waited for.
-            wait = stream.is_none() || like.is_staged();
+            wait = stream.is_none() || on.is_staged;
             let stream = stream.unwrap_or(null_mut());
-            match &like.family {
-                Family::Exchange(_, torch) | Family::Torch(torch)
-                    if bytes > 0 && !like.is_staged() =>
-                {
+            match on.family {
+                Family::Exchange(_, torch) | Family::Torch(torch) if bytes > 0 && !on.is_staged => {
                     let (tensor, memory) = match empty {
                         Some(empty) => scratch(py, empty)?,
                         None => scratch(py, &EmptyTensor::bytes_beside(torch, bytes)?)?,

@@ -1,16 +1,16 @@
 //! The way of a module's later calls: what the first one found out is kept.
 
-use crate::array::{Array, desc, view};
-use crate::call::run_with;
+use crate::array::{Array, Family, desc, view};
+use crate::call::{On, run_with};
 use crate::conv2d::{FilterCache, Given, Named, work};
-use crate::error::NotInPlace;
+use crate::error::{IntoPy, NotInPlace};
 use crate::output::{EmptyTensor, Output};
 use crate::torch::nothing_to_dispatch;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use std::sync::Arc;
-use windrow::{Conv2dArgs, Device, TensorRef, Weights};
+use windrow::{Conv2dArgs, Device, Placed, TensorRef, Weights};
 
 /// `conv2d` of PyTorch's tensors, for images, filters, biases and residuals of the types, shapes and strides of those it
 /// was made from. With other tensors, or such that PyTorch's dispatcher has something to do for, a call does nothing and
@@ -114,13 +114,38 @@ impl Conv2dCall {
             return Ok(None);
         }
         let Some(w) = self.weights(py, weight.view()) else { return Ok(None) };
-        if self.memory.is_some() && self.plan.workspace_bytes_for(&x.view(), &w) > self.bytes {
+        let residual = residual.as_ref().map(|residual| residual.view_as(&spec.y));
+        let (bias, family) = (view(&bias), &x.family);
+        self.run(py, w, &Tensors { x: x.view(), bias, residual, out, family })
+    }
+}
+
+/// The tensors of a call beside its filter: all but `out` as the call takes them.
+pub(crate) struct Tensors<'a, 'py> {
+    pub(crate) x: TensorRef<'a>,
+    pub(crate) bias: Option<TensorRef<'a>>,
+    pub(crate) residual: Option<TensorRef<'a>>,
+    pub(crate) out: Option<&'a Bound<'py, PyAny>>,
+    /// The image's.
+    pub(crate) family: &'a Family<'py>,
+}
+
+impl Conv2dCall {
+    /// The result; None if the image lies at an address for which more memory is needed, or `out` is another.
+    pub(crate) fn run<'py>(
+        &self,
+        py: Python<'py>,
+        w: Weights<'_>,
+        &Tensors { x, bias, residual, out, family }: &Tensors<'_, 'py>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if self.memory.is_some() && self.plan.workspace_bytes_for(&x, &w) > self.bytes {
             return Ok(None);
         }
-        let mut y = match &self.memory {
-            _ if out.is_some() => Output::new(py, out, &x, || Ok(spec.y))?,
-            None => Output::new(py, None, &x, || Ok(spec.y))?,
-            Some(memory) => {
+        let spec = self.plan.spec();
+        let mut y = match (out, &self.memory) {
+            (Some(out), _) => Output::Given(Array::import("out", out)?, out.clone()),
+            (None, None) => Output::Own(Placed::output(spec.y, Device::Cpu).py()?),
+            (None, Some(memory)) => {
                 let result = memory.result.make(py)?;
                 Output::New(Array::import("out", &result)?, result)
             }
@@ -128,18 +153,16 @@ impl Conv2dCall {
         if y.desc() != spec.y {
             return Ok(None);
         }
-        let added = residual.as_ref().map(|residual| residual.view_as(&spec.y));
-        let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias)).with_residual(added);
+        let args = Conv2dArgs::new(x, w).with_bias(bias).with_residual(residual);
         let target = y.view_mut()?;
         let workspace = self.memory.as_ref().and_then(|memory| memory.workspace.as_ref());
-        run_with(py, &x, self.bytes, self.elements, workspace, |ws| {
+        let on = On { device: self.device, family, is_staged: false };
+        run_with(py, &on, self.bytes, self.elements, workspace, |ws| {
             self.plan.run(&args, target, ws)
         })?;
-        y.finish(py, &x.family).map(Some)
+        y.finish(py, family).map(Some)
     }
-}
 
-impl Conv2dCall {
     pub(crate) fn plan(&self) -> &Arc<windrow::Conv2dPlan> {
         &self.plan
     }

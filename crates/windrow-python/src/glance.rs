@@ -3,10 +3,12 @@
 //! about costs more than the rest of a small call.
 
 use crate::access::{Access, Exchange, access, may_be_negative};
+use crate::array::{Array, Family};
 use crate::dlpack::{self, Borrow, DLDataType, DLDevice, DLTensor};
 use pyo3::prelude::*;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
+use windrow::{DType, Device};
 
 /// The description of a tensor of at most RANK dimensions, without its address.
 #[derive(Clone, Copy, PartialEq)]
@@ -16,6 +18,39 @@ pub(crate) struct Form<const RANK: usize> {
     rank: usize,
     shape: [usize; RANK],
     strides: [isize; RANK],
+}
+
+impl<const RANK: usize> Form<RANK> {
+    /// None for more dimensions.
+    fn of_array(array: &Array<'_>) -> Option<Self> {
+        let (desc, rank) = (&array.desc, array.desc.shape().len());
+        let (mut shape, mut strides) = ([0; RANK], [0; RANK]);
+        shape.get_mut(..rank)?.copy_from_slice(desc.shape());
+        strides[..rank].copy_from_slice(desc.strides());
+        let (device, dtype) = (DLDevice::new(array.device), DLDataType::new(desc.dtype));
+        Some(Form { device, dtype, rank, shape, strides })
+    }
+
+    pub(crate) fn device(&self) -> Option<Device> {
+        self.device.device()
+    }
+
+    pub(crate) fn is_f32(&self) -> bool {
+        self.dtype == DLDataType::new(DType::F32)
+    }
+}
+
+/// Form, address and library of a tensor, however it is accessed. None for more dimensions, and where there is no access.
+pub(crate) fn looked_at<'py, const RANK: usize>(
+    object: &Bound<'py, PyAny>,
+) -> Option<(Form<RANK>, *mut c_void, Family<'py>)> {
+    if let Ok(Access::Exchange(exchange)) = access(object)
+        && let Ok(Some((form, address))) = glance(object)
+    {
+        return Some((form, address, Family::Exchange(exchange.api, object.clone())));
+    }
+    let array = Array::import("tensor", object).ok()?;
+    Form::of_array(&array).map(|form| (form, array.address(), array.family))
 }
 
 /// Form and address of a tensor. None where more has to be looked at than that: [`Array`](crate::array::Array) does.

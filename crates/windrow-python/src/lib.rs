@@ -17,7 +17,9 @@ mod error;
 mod gelu;
 mod glance;
 mod image_step;
+mod known_calls;
 mod openmp;
+mod operator;
 mod output;
 mod seen;
 mod torch;
@@ -63,7 +65,11 @@ mod _native {
     #[pymodule_export]
     use super::image_step::{ImageStep, ImageView};
     #[pymodule_export]
+    use super::known_calls::{BoundCall, KnownCalls};
+    #[pymodule_export]
     use super::openmp::use_openmp;
+    #[pymodule_export]
+    use super::operator::{Layers, ShortOperator};
     #[pymodule_export]
     use super::output::Tensor;
     #[pymodule_export]

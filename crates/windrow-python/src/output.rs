@@ -214,6 +214,54 @@ pub(crate) struct EmptyTensor {
     function: Py<PyAny>,
     sizes: Py<PyTuple>,
     how: Py<PyDict>,
+    /// None on other devices than CUDA, and for a PyTorch that has no such function.
+    short: Option<Short>,
+}
+
+/// The function by which code that Inductor made allocates tensors on the current CUDA device, with its arguments. It
+/// takes 2 us less than `torch.empty_strided`.
+struct Short {
+    function: Py<PyAny>,
+    arguments: Py<PyTuple>,
+    current_device: Py<PyAny>,
+    device: i64,
+}
+
+impl Short {
+    /// `sizes` are shape and strides.
+    fn of(
+        torch: &Bound<'_, PyModule>,
+        device: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyTuple>,
+        dtype: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Self>> {
+        let py = torch.py();
+        let is_cuda = device.getattr(intern!(py, "type"))?.eq("cuda")?;
+        let Some(index) = device.getattr(intern!(py, "index"))?.extract()? else { return Ok(None) };
+        let found = || -> PyResult<_> {
+            let c = torch.getattr("_C")?;
+            let guards = c.getattr("_dynamo")?.getattr("guards")?;
+            Ok((guards.getattr("_empty_strided_cuda")?, c.getattr("_cuda_getDevice")?))
+        };
+        let Some((function, current_device)) = is_cuda.then(found).and_then(Result::ok) else {
+            return Ok(None);
+        };
+        let arguments = (sizes.get_item(0)?, sizes.get_item(1)?, dtype).into_pyobject(py)?;
+        let (function, arguments) = (function.unbind(), arguments.unbind());
+        Ok(Some(Short {
+            function,
+            arguments,
+            current_device: current_device.unbind(),
+            device: index,
+        }))
+    }
+
+    /// None if another device is the current one.
+    fn make<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let now: i64 = self.current_device.bind(py).call0()?.extract()?;
+        let make = || self.function.bind(py).call1(self.arguments.bind(py));
+        (now == self.device).then(make).transpose()
+    }
 }
 
 impl EmptyTensor {
@@ -221,13 +269,17 @@ impl EmptyTensor {
     pub(crate) fn beside(like: &Bound<'_, PyAny>, desc: &TensorDesc) -> PyResult<Self> {
         let py = like.py();
         let how = PyDict::new(py);
-        how.set_item("device", like.getattr(intern!(py, "device"))?)?;
+        let device = like.getattr(intern!(py, "device"))?;
+        how.set_item("device", &device)?;
         let torch = py.import(intern!(py, "torch"))?;
-        how.set_item("dtype", torch.getattr(dlpack::torch_name(desc.dtype))?)?;
+        let dtype = torch.getattr(dlpack::torch_name(desc.dtype))?;
+        how.set_item("dtype", &dtype)?;
         let (shape, strides) = (PyTuple::new(py, desc.shape())?, PyTuple::new(py, desc.strides())?);
+        let sizes = PyTuple::new(py, [shape, strides])?;
         Ok(EmptyTensor {
             function: torch.getattr(intern!(py, "empty_strided"))?.unbind(),
-            sizes: PyTuple::new(py, [shape, strides])?.unbind(),
+            short: Short::of(&torch, &device, &sizes, &dtype)?,
+            sizes: sizes.unbind(),
             how: how.unbind(),
         })
     }
@@ -239,6 +291,11 @@ impl EmptyTensor {
     }
 
     pub(crate) fn make<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(short) = &self.short
+            && let Some(made) = short.make(py)?
+        {
+            return Ok(made);
+        }
         self.function.bind(py).call(self.sizes.bind(py), Some(self.how.bind(py)))
     }
 }

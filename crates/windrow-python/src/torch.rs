@@ -10,6 +10,10 @@ struct Torch {
     tensor: Py<PyType>,
     parameter: Py<PyType>,
     is_grad_enabled: Py<PyAny>,
+    is_autocast: Py<PyAny>,
+    function_modes: Py<PyAny>,
+    /// None in builds for the CPU.
+    is_capturing: Option<Py<PyAny>>,
     dispatch_modes: Py<PyAny>,
     is_tracing: Py<PyAny>,
     transforms: Py<PyAny>,
@@ -48,6 +52,9 @@ impl Torch {
                 tensor: torch.getattr("Tensor")?.cast_into::<PyType>()?.unbind(),
                 parameter: torch.getattr("nn")?.getattr("Parameter")?.cast_into()?.unbind(),
                 is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
+                is_autocast: c.getattr("_is_any_autocast_enabled")?.unbind(),
+                function_modes: c.getattr("_len_torch_function_stack")?.unbind(),
+                is_capturing: c.getattr_opt("_cuda_isCurrentStreamCapturing")?.map(Bound::unbind),
                 dispatch_modes: c.getattr("_len_torch_dispatch_stack")?.unbind(),
                 is_tracing: c.getattr("_is_tracing")?.unbind(),
                 transforms: c.getattr("_are_functorch_transforms_active")?.unbind(),
@@ -91,6 +98,22 @@ pub(crate) fn nothing_to_dispatch<'a, 'py: 'a>(
     let level = torch.forward_ad.bind(py).getattr(intern!(py, "_current_level"))?;
     let no_level = level.extract::<i64>()? < 0;
     Ok(no_level && !(ask(&torch.dispatch_modes)? || ask(&torch.is_tracing)? || is_profiling()?))
+}
+
+/// True if autocast is on.
+pub(crate) fn is_autocast(py: Python<'_>) -> PyResult<bool> {
+    Torch::get(py)?.is_autocast.bind(py).call0()?.is_truthy()
+}
+
+/// True if a mode sees calls of PyTorch's functions.
+pub(crate) fn is_seen_by_modes(py: Python<'_>) -> PyResult<bool> {
+    Torch::get(py)?.function_modes.bind(py).call0()?.is_truthy()
+}
+
+/// True if a CUDA graph captures the current stream.
+pub(crate) fn is_capturing(py: Python<'_>) -> PyResult<bool> {
+    let ask = Torch::get(py)?.is_capturing.as_ref();
+    ask.map_or(Ok(false), |ask| ask.bind(py).call0()?.is_truthy())
 }
 
 /// Counts a change of a tensor's memory, so that PyTorch notices where a gradient needs what was

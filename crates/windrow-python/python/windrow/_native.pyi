@@ -459,6 +459,65 @@ class Conv2dCall:
     ) -> A | None: ...
 
 @final
+class BoundCall:
+    """A call with its filter and bias: a `Conv2dCall`, or a function of the same arguments."""
+
+    def __init__(self, call: Callable[..., Any], weight: Array, bias: Array | None = None) -> None: ...
+    @property
+    def call(self) -> Any: ...
+    @property
+    def weight(self) -> Any: ...
+    @property
+    def bias(self) -> Any: ...
+    def __call__(self, x: A, residual: Array | None = None, out: A | None = None) -> A | None: ...
+
+@final
+class KnownCalls:
+    """The calls of a convolution with one filter and bias, and what computes them."""
+
+    def __init__(self, weight: Array, bias: Array | None, may_use_tf32: Callable[[], bool]) -> None:
+        """`may_use_tf32` says if PyTorch's own operator may compute f32 on CUDA in TF32."""
+    def __call__(
+        self, x: A, weight: Array, bias: Array | None, residual: Array | None = None, out: A | None = None
+    ) -> A | None:
+        """The result by what computed a call like this one. None if there was none with this filter and bias, if PyTorch's
+        dispatcher is needed, or if what computed it takes these tensors no more."""
+    def are_of(self, weight: Array, bias: Array | None) -> bool:
+        """Whether the calls are of this filter and this bias."""
+    def keep(self, run: Callable[..., Any], x: Array, residual: Array | None = None, out: Array | None = None) -> None:
+        """Remembers that `run` computes calls like this one."""
+    def find(self, x: Array, residual: Array | None = None, out: Array | None = None) -> Any:
+        """What computes calls like this one; None if nothing is known."""
+    def clear(self) -> None: ...
+
+@final
+class Layers:
+    """The modules of convolutions that are called by an operator, without a module."""
+
+    def __init__(self) -> None: ...
+    def find(self, weight: Array, bias: Array | None, rest: tuple[Any, ...]) -> Any:
+        """The module of a convolution, as long as filter and bias lie where they lay. `rest` are the arguments of the
+        operator behind its tensors."""
+    def keep(
+        self, weight: Array, bias: Array | None, rest: tuple[Any, ...], module: object, calls: KnownCalls
+    ) -> None: ...
+    def drop(self, place: int) -> None:
+        """Forgets the modules of the filter that was at an address."""
+
+@final
+class ShortOperator:
+    """The function by which an operator is called. It calls the kernel itself if the dispatcher would do nothing else."""
+
+    def __init__(
+        self,
+        dispatched: Callable[..., Any],
+        kernel: Callable[..., Any] | None,
+        tensors: int,
+        layers: Layers | None = None,
+    ) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+@final
 class ImageStep:
     """The mean of an image, its product with a gate, a sum, pooling, upsampling or a copy, in f32 and channels-last on the
     CPU.

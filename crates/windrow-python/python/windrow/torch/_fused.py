@@ -21,9 +21,9 @@ from windrow.torch._conv2d import FASTEST, FROZEN, accuracy_of
 from windrow.torch._conv2d import _fake as _fake_conv2d
 from windrow.torch._filters import forget, kept_with
 from windrow.torch._library import autocast, call, define, not_differentiable
-from windrow.torch._precision import flags
+from windrow.torch._precision import may_use_tf32
 from windrow.torch._remembering import Remembering
-from windrow.torch.choice.candidates import Call, Conv, Windrow
+from windrow.torch.choice.candidates import Conv, Windrow
 from windrow.torch.choice.convolution import look_ahead, way
 from windrow.torch.choice.problem import Options, aten, dense
 
@@ -42,42 +42,26 @@ def _conv(weight: Tensor, bias: Tensor | None, options: Options, activation: str
 
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> Tensor:
-    layer = _layer(weight, bias, *how)
-    seen, buffers = _seen(x, residual, weight.dim() == 2), layer._buffers
-    run = layer._recall(seen, buffers["weight"], buffers["bias"], lambda: layer._found(x, residual, seen[-1])).run
-    if run is not None:
-        y: Tensor | None = run(x, residual)
-        if y is not None:
-            return y
-        layer._forget()
+    y = _layer(weight, bias, *how).computed(x, residual)
+    if y is not None:
+        return y
     *of, activation, accuracy = how
     return way(_conv(weight, bias, Options(*of), activation, accuracy), x, residual).run(x, residual)
 
 
-# The modules of compiled graphs, which call the operator without a module, by filter and all other arguments; with the
-# addresses of filter and bias.
-_layers: dict[tuple[Any, ...], tuple[Any, "FusedConv2d"]] = {}
+# The modules of compiled graphs, which call the operator without a module.
+_LAYERS = _native.Layers()
 
 
-def _layer(
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str | None,
-    accuracy: str | None,
-) -> "FusedConv2d":
+def _layer(weight: Tensor, bias: Tensor | None, *how: Any) -> "FusedConv2d":
     """The module that remembers who computes calls of the operator with this filter, as long as the filter lives."""
-    key = (id(weight), id(bias), *stride, *padding, *dilation, groups, activation, accuracy)
-    addresses = weight.data_ptr(), None if bias is None else bias.data_ptr()
-    known = _layers.get(key)
-    if known is None or known[0] != addresses:
-        weakref.finalize(weight, _layers.pop, key, None).atexit = False
-        options, own = (stride, padding, dilation, groups), None if bias is None else bias.detach()
-        known = _layers[key] = addresses, FusedConv2d(weight.detach(), own, options, activation, accuracy)
-    return known[1]
+    layer: FusedConv2d | None = _LAYERS.find(weight, bias, how)
+    if layer is None:
+        weakref.finalize(weight, _LAYERS.drop, id(weight)).atexit = False
+        *options, activation, accuracy = how
+        layer = FusedConv2d(weight.detach(), None if bias is None else bias.detach(), options, activation, accuracy)
+        _LAYERS.keep(weight, bias, how, layer, layer.calls())
+    return layer
 
 
 # A function of an image, the residual, and for some the tensor to write to.
@@ -85,28 +69,14 @@ Way = Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True)
-class Called:
-    """A native call of Windrow's convolution, made for an earlier call, with its filter and bias."""
-
-    call: Call
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Tensor | None:
-        if out is None:
-            return self.call(x, self.weight, self.bias, residual)
-        return self.call(x, self.weight, self.bias, residual, out)
-
-
-@dataclass(frozen=True)
 class _Followed:
     """A native call, followed by the residual and the activation that it does not fuse."""
 
-    called: Called
+    called: _native.BoundCall
     conv: Conv
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
-        y = self.called(x, None)
+        y = self.called(x)
         return None if y is None else self.conv.finish(y, residual)
 
 
@@ -143,13 +113,14 @@ CONV2D_FUSED = define(
     " SymInt[] dilation, SymInt groups, str? activation, str? accuracy) -> Tensor",
     _kernel,
     _fake,
+    _LAYERS,
 )
 not_differentiable("conv2d_fused", instead="conv2d")
 
 
 def _into(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> None:
     *of, activation, accuracy, out = how
-    if not _layer(weight, bias, *of, activation, accuracy)._wrote(x, residual, out):
+    if _layer(weight, bias, *of, activation, accuracy).computed(x, residual, out) is None:
         conv = _conv(weight, bias, Options(*of), activation, accuracy)
         _Written(way(conv, x, None if residual is None else dense(residual)).run)(x, residual, out)
 
@@ -161,6 +132,7 @@ CONV2D_INTO = define(
     " SymInt[] dilation, SymInt groups, str? activation, str? accuracy, Tensor(a!) out) -> ()",
     _into,
     lambda *_: None,
+    _LAYERS,
 )
 autocast(CONV2D_FUSED, lower_precision=[0, 1, 2, 3])
 
@@ -191,14 +163,6 @@ def _fused(
         return y.squeeze(0)
     rest = (*options, activation, _accuracy(accuracy, weight, input))
     return call(CONV2D_FUSED, _kernel, tensors, *rest, aten=_aten)
-
-
-def _seen(input: Tensor, residual: Tensor | None, is_linear: bool) -> tuple[Any, ...]:
-    """The key that tells calls of a module apart. Its last part says whether the call goes into a CUDA graph, or may
-    precede a capture."""
-    beside = None if residual is None else (residual.shape, residual.stride(), residual.dtype)
-    of_image = input.shape, input.stride(), input.dtype, input.device
-    return *of_image, beside, flags(input, is_linear), goes_into_a_graph(input)
 
 
 def told(shape: Sequence[Any], options: Sequence[Any], has_bias: bool, activation: str | None) -> str:
@@ -240,37 +204,52 @@ class FusedConv2d(Remembering):
     def forward(self, input: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """The convolution of `input`; `residual` is added before the activation. `out`: where it is written, see
         `CONV2D_INTO`."""
-        if out is not None:
-            if not self._wrote(input, residual, out):
-                accuracy = _accuracy(self.accuracy, self.weight, input)
-                CONV2D_INTO(input, self.weight, self.bias, residual, *self.options, self.activation, accuracy, out)
-            return out
-        if is_direct(input, residual):
-            buffers = self._buffers
-            weight, bias = buffers["weight"], buffers["bias"]
-            seen = _seen(input, residual, weight.dim() == 2)
-            run = self._recall(seen, weight, bias, lambda: self._found(input, residual, seen[-1])).run
-            if run is not None and _native.is_plain(input, weight, residual):
-                y = run(input, residual)
-                if y is not None:
-                    return y
-                # The filter's memory is another.
-                self._forget()
-        return _fused(input, residual, self.weight, self.bias, self.options, self.activation, self.accuracy)
+        y = self.computed(input, residual, out) if is_direct(input, residual) else None
+        if y is not None:
+            return y
+        if out is None:
+            return _fused(input, residual, self.weight, self.bias, self.options, self.activation, self.accuracy)
+        accuracy = _accuracy(self.accuracy, self.weight, input)
+        CONV2D_INTO(input, self.weight, self.bias, residual, *self.options, self.activation, accuracy, out)
+        return out
 
-    def _wrote(self, input: Tensor, residual: Tensor | None, out: Tensor) -> bool:
-        """Writes the convolution to `out`, if an implementation is known. Returns whether it did."""
-        seen = _seen(input, residual, self.weight.dim() == 2)
-        find = lambda: self._found(input, residual, seen[-1], out)
-        run = self._recall((*seen, out.stride()), self.weight, self.bias, find).run
-        return run is not None and run(input, residual, out) is not None
+    def computed(self, input: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Tensor | None:
+        """The convolution, if it is known who computes it, or if this can be decided. PyTorch's dispatcher is not asked."""
+        calls, buffers = self.__dict__.get("_calls"), self._buffers
+        if calls is not None:
+            y: Tensor | None = calls(input, buffers["weight"], buffers["bias"], residual, out)
+            if y is not None:
+                return y
+        found = self._found(input, residual, goes_into_a_graph(input), out)
+        if found.run is None:
+            return None
+        if found.is_final:
+            self.calls().keep(found.run, input, residual, out)
+        return found.run(input, residual) if out is None else found.run(input, residual, out)
+
+    def calls(self) -> _native.KnownCalls:
+        """What computes the calls with this filter and bias."""
+        weight, bias = self.weight, self.bias
+        calls: _native.KnownCalls | None = self.__dict__.get("_calls")
+        if calls is None or not calls.are_of(weight, bias):
+            is_linear = weight.dim() == 2
+            calls = _native.KnownCalls(weight, bias, lambda: may_use_tf32(is_linear))
+            self._keep("_calls", calls)
+        return calls
 
     def known(self, input: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Way | None:
         """The function for tensors like these, if an earlier call found one for good."""
-        _, _, remembered = self._remembered
-        seen = _seen(input, residual, self.weight.dim() == 2)
-        found = (remembered or {}).get(seen if out is None else (*seen, out.stride()))
-        return None if found is None else found.run
+        known: Way | None = self.calls().find(input, residual, out)
+        return known
+
+    def _forget(self) -> None:
+        super()._forget()
+        if (calls := self.__dict__.get("_calls")) is not None:
+            # They stay, because `_LAYERS` has them too.
+            calls.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_calls"}
 
     def _found(
         self, input: Tensor, residual: Tensor | None, is_in_graph: bool | None, out: Tensor | None = None
@@ -287,11 +266,11 @@ class FusedConv2d(Remembering):
             call = None
             if isinstance(decided.run, Windrow) and decided.is_final and not is_in_graph:
                 call = decided.run.into(input, out)
-            run = _Written(decided.run) if call is None else Called(call, conv.filter, bias)
+            run = _Written(decided.run) if call is None else _native.BoundCall(call, conv.filter, bias)
             return _Found(run, decided.is_final)
         if not decided.is_final or is_in_graph or not isinstance(decided.run, Windrow):
             return _Found(decided.run, decided.is_final)
-        called = Called(decided.run.like(input), conv.filter, bias)
+        called = _native.BoundCall(decided.run.like(input), conv.filter, bias)
         return _Found(_Followed(called, conv) if decided.run.is_followed else called)
 
     def _load_from_state_dict(self, *args: Any) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windrow.torch._fused import _conv, _fake, _Found, _layer, _seen
+from windrow.torch._calls import goes_into_a_graph
+from windrow.torch._fused import _conv, _fake, _Found, _layer
 from windrow.torch._library import autocast, define, not_differentiable
+from windrow.torch._precision import flags
 from windrow.torch.choice.candidates import Windrow
 from windrow.torch.choice.convolution import look_ahead, way
 from windrow.torch.choice.problem import Options, is_laid_out_last, memory_format, output_shape
@@ -48,7 +50,9 @@ def _kernel(
         return _Found(decided.run, decided.is_final)
 
     before = None if initial is None else (initial.shape, initial.stride())
-    seen = *_seen(x, residual, False), before, time_padding, is_row_major
+    beside = None if residual is None else (residual.shape, residual.stride(), residual.dtype)
+    of_video = x.shape, x.stride(), x.dtype, x.device, flags(x), goes_into_a_graph(x)
+    seen = *of_video, beside, before, time_padding, is_row_major
     run: Any = layer._recall(seen, layer.weight, layer.bias, find).run
     if isinstance(run, Windrow):
         out = None

@@ -27,41 +27,27 @@ OPERATORS = getattr(torch.ops, NAMESPACE)
 _kernels: dict[str, tuple[Callable[..., Any], int]] = {}
 
 
-def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Defines `windrow::name` and returns the operator."""
+def define(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], layers: _native.Layers | None = None
+) -> Any:
+    """Defines `windrow::name` and returns the operator. `layers`: those of fused convolutions."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     operator = getattr(OPERATORS, name).default
-    if not operator._schema.is_mutable:
-        is_tensor = [str(a.type) in ("Tensor", "Optional[Tensor]") for a in operator._schema.arguments]
-        _kernels[name] = kernel, (*is_tensor, False).index(False)
-        operator._op = _short(operator._op, *_kernels[name])
+    is_tensor = [str(a.type) in ("Tensor", "Optional[Tensor]") for a in operator._schema.arguments]
+    tensors = (*is_tensor, False).index(False)
+    straight = None if operator._schema.is_mutable else kernel
+    if straight is not None:
+        _kernels[name] = kernel, tensors
+    if straight is not None or layers is not None:
+        # Called past the dispatcher, which takes 6 us, if that would do nothing else.
+        operator._op = _native.ShortOperator(operator._op, straight, tensors, layers)
     # `vmap` itself takes operators apart that write to an argument; PyTorch before 2.5 does so with all.
     if not operator._schema.is_mutable and hasattr(torch.library, "register_vmap"):
         torch.library.register_vmap(f"{NAMESPACE}::{name}", _one_by_one(operator), lib=_LIBRARY)
     return operator
-
-
-# Looked up once: these are called with each operator.
-_is_autocast, _len_modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_function_stack
-
-
-def _short(dispatched: Callable[..., Any], kernel: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """The function by which an operator is called, as code that Inductor made calls it. It calls the kernel if the
-    dispatcher would do nothing else, which takes the dispatcher 6 us."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not (kwargs or _is_autocast() or _len_modes()):
-            try:
-                if _native.is_plain(*args[:tensors]):
-                    return kernel(*args)
-            except _native.NotInPlace:
-                pass  # The dispatcher may have a way to make it a plain tensor.
-        return dispatched(*args, **kwargs)
-
-    return called
 
 
 def _one_by_one(operator: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch.nn.modules import module as modules_of_torch
 
 from windrow import _native
 from windrow.torch._calls import is_direct
-from windrow.torch._fused import Called, FusedConv2d, Way
+from windrow.torch._fused import FusedConv2d, Way
 from windrow.torch._image_step import ImageStep
 from windrow.torch._precision import flags
 from windrow.torch._remembering import REMEMBERED, Remembering
@@ -281,7 +281,9 @@ class Sequence(Remembering):
         return True
 
     def _remember(self, seen: Any, ways: list[Any]) -> None:
-        is_conv = lambda way: type(way) is Called and type(way.call) is _native.Conv2dCall and way.weight.is_cpu
+        is_conv = lambda way: (
+            type(way) is _native.BoundCall and type(way.call) is _native.Conv2dCall and way.weight.is_cpu
+        )
         is_call = lambda way: type(way) in (_native.ImageStep, _native.ImageView) or is_conv(way)
         # On CUDA another function may compute a call that goes into a CUDA graph.
         is_on_cpu = all(device.type == "cpu" for _, _, _, device, _ in seen)
@@ -304,9 +306,9 @@ class Sequence(Remembering):
         results = sorted({own for value in read if (own := self.places[value].value) in inside})
         parts = [value for value in sorted(read) if self.places[value].value != value]
         number = {value: i for i, value in enumerate([*images, *inside])}
-        calls: list[Any] = [way.call if type(way) is Called else way for way in ways[first:last]]
+        calls: list[Any] = [way.call if type(way) is _native.BoundCall else way for way in ways[first:last]]
         read_by = [(call, *map(number.get, step[1:])) for call, step in zip(calls, steps, strict=True)]
-        filters = [(way.weight, way.bias) for way in ways[first:last] if type(way) is Called]
+        filters = [(way.weight, way.bias) for way in ways[first:last] if type(way) is _native.BoundCall]
         flat = [number[value] for value in self.flat] if len(steps) == len(self.steps) else []
         call = _native.Conv2dSequence(len(images), read_by, [number[value] for value in results], filters, flat)
         return _Stage(first, last, (), call, images, results, parts)
