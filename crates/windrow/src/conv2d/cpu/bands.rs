@@ -18,6 +18,9 @@ use crate::cpu::{Isa, SendPtr, parallel_for_workers};
 use crate::lists::push;
 use crate::{Activation, DType, Device, Layout, Result, TensorDesc, TensorMut, TensorRef};
 
+/// The largest share of the time that the last thread may need more than if all ended together.
+pub(super) const MOST_LATE: f64 = 0.1;
+
 /// A convolution that is computed by bands.
 pub(crate) struct Link<'a> {
     pub(crate) spec: &'a Conv2dSpec,
@@ -27,8 +30,8 @@ pub(crate) struct Link<'a> {
     pub(crate) threads: usize,
 }
 
-/// True if a convolution can be one of those that are computed by bands: it is in channels-last f32 without gaps, and by a
-/// method whose sums for a row do not depend on the other rows.
+/// True if a convolution can be one of those that are computed by bands: it is in channels-last f32, and by a method whose
+/// sums for a row do not depend on the other rows.
 pub(super) fn is_in_bands(link: &Link<'_>) -> bool {
     use Conv2dAlgorithm::{DirectGrouped, DirectRuns, Im2colGemm};
     let Link { spec, problem, .. } = link;
@@ -37,26 +40,57 @@ pub(super) fn is_in_bands(link: &Link<'_>) -> bool {
         && problem.n == 1
         && problem.r * problem.s > 0
         && !super::follows(spec)
-        && [&spec.x, &spec.y].into_iter().all(is_dense)
+        && [&spec.x, &spec.y].into_iter().all(is_channels_last)
 }
 
-/// True for one image in f32 whose channels follow each other, and so do its pixels.
-fn is_dense(desc: &TensorDesc) -> bool {
+/// True for one image in f32 whose channels follow each other. There may be gaps between pixels and between rows.
+fn is_channels_last(desc: &TensorDesc) -> bool {
     let &[_, c, h, w] = desc.shape() else { return false };
+    let &[_, channel, row, pixel] = desc.strides() else { return false };
+    let is_apart = |count: usize, stride: isize, len: usize| count < 2 || stride >= len as isize;
+    let is_channel = c < 2 || channel == 1;
+    let are_apart = is_apart(w, pixel, c) && is_apart(h, row, w * c);
+    desc.dtype == DType::F32 && c * h * w > 0 && is_channel && are_apart
+}
+
+/// The same without gaps.
+fn is_dense(desc: &TensorDesc) -> bool {
+    let &[_, c, _, w] = desc.shape() else { return false };
     let dense = [1, (w * c) as isize, c as isize];
     let is_there = |d: usize| desc.shape()[d] < 2 || desc.strides()[d] == dense[d - 1];
-    desc.dtype == DType::F32 && c * h * w > 0 && (1..4).all(is_there)
+    is_channels_last(desc) && (1..4).all(is_there)
+}
+
+/// True for two convolutions that may be computed together, the second one of the result of the first one.
+pub(super) fn may_be(first: &Link<'_>, second: &Link<'_>) -> bool {
+    let (between, read) = (&first.spec.y, &second.spec.x);
+    is_in_bands(first)
+        && is_in_bands(second)
+        && between.shape() == read.shape()
+        && [between, read].into_iter().all(is_dense)
+        && first.isa == second.isa
 }
 
 /// True if two convolutions, the second one of the result of the first one, are faster by bands: a thread's part of this
-/// result would fill so many bytes of cache. With less there is nothing to gain, and bands cost some time.
+/// result would fill so many bytes of cache, or the first one does little but read and write memory. With less there is
+/// little to gain, and bands cost some time.
 pub(crate) fn pays(first: &Link<'_>, second: &Link<'_>, cache: usize) -> bool {
     let bytes = first.spec.y.layout.len() * size_of::<f32>();
-    is_in_bands(first)
-        && is_in_bands(second)
-        && first.spec.y.shape() == second.spec.x.shape()
-        && first.isa == second.isa
-        && bytes / first.threads.max(second.threads) > cache
+    let threads = first.threads.max(second.threads);
+    let scales = is_one_tap(first) && first.problem.groups == first.problem.k;
+    let both_end = ends_together(second.problem.oh, threads);
+    may_be(first, second) && (bytes / threads > cache || scales && is_one_tap(second) && both_end)
+}
+
+/// True for a filter of one tap, for each pixel.
+pub(super) fn is_one_tap(link: &Link<'_>) -> bool {
+    let p = link.problem;
+    p.r * p.s == 1 && p.stride == [1, 1] && p.padding == [0, 0]
+}
+
+/// True if the thread with the most of so many rows has hardly more than the others.
+fn ends_together(rows: usize, threads: usize) -> bool {
+    (rows.div_ceil(threads) * threads) as f64 <= (1.0 + MOST_LATE) * rows as f64
 }
 
 /// Convolutions in the form that computes them by bands.
@@ -203,12 +237,12 @@ impl Bands {
 impl Band {
     /// `None` if the method does not compute these rows, or reads another form of the filter.
     fn new(link: &Link<'_>, number: usize, stencil: Stencil) -> Result<Option<Self>> {
-        let image = |channels: usize, [rows, cols]: [usize; 2]| {
-            let layout = Layout::with_order(&[1, channels, rows, cols], &[0, 2, 3, 1])?;
+        let image = |channels: usize, [rows, cols]: [usize; 2], strides: &[isize]| {
+            let layout = Layout::strided(&[1, channels, rows, cols], strides)?;
             Ok(TensorDesc::new(DType::F32, layout))
         };
-        let x = image(link.problem.c, stencil.src_size)?;
-        let y = image(link.problem.k, stencil.dst_size)?;
+        let x = image(link.problem.c, stencil.src_size, &stencil.src)?;
+        let y = image(link.problem.k, stencil.dst_size, &stencil.dst)?;
         let algorithm = link.prepared.configuration().algorithm;
         let task = Task {
             spec: link.spec,

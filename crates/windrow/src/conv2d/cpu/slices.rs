@@ -4,7 +4,7 @@
 //! channels of both: those of the image between them are in memory of the thread, and threads need not wait for each other
 //! between the two. Results have the same bits as without slices, because a channel does not depend on the others.
 
-use super::bands::{Link, LinkArgs, is_in_bands};
+use super::bands::{self, Link, LinkArgs, MOST_LATE, is_one_tap};
 use super::method::{Prepared, Run, Task};
 use super::methods::prepare;
 use super::shared::epilogue::Residual;
@@ -13,8 +13,6 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::cpu::{SendPtr, parallel_for_workers};
 use crate::{DType, Device, Layout, Result, TensorDesc, TensorMut, TensorRef};
 
-/// The largest share of the time that the last thread may need more than if all ended together.
-const MOST_LATE: f64 = 0.1;
 /// Tasks of each thread, at least.
 const TASKS_PER_THREAD: usize = 2;
 /// The fewest channels of a slice: with less, what each task does beside products takes too long.
@@ -23,19 +21,16 @@ const FEWEST: usize = 32;
 /// True if two convolutions, the second one of the result of the first one, may be computed by slices.
 fn may_be(first: &Link<'_>, second: &Link<'_>) -> bool {
     use Conv2dAlgorithm::{DirectGrouped, Im2colGemm};
-    let (a, b) = (first.problem, second.problem);
+    let b = second.problem;
     let algorithms = [first, second].map(|link| link.prepared.configuration().algorithm);
-    let is_single = a.groups == 1 && a.r * a.s == 1 && a.stride == [1, 1] && a.padding == [0, 0];
+    let is_single = first.problem.groups == 1 && is_one_tap(first);
     let is_depthwise = b.groups == b.c && b.groups == b.k;
     algorithms == [Im2colGemm, DirectGrouped]
         && is_single
         && is_depthwise
         && !first.spec.residual
         && !second.spec.residual
-        && is_in_bands(first)
-        && is_in_bands(second)
-        && first.spec.y.shape() == second.spec.x.shape()
-        && first.isa == second.isa
+        && bands::may_be(first, second)
 }
 
 /// True if two convolutions, the second one of the result of the first one, are faster by slices. `cache` is the number of

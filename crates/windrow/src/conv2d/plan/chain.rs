@@ -181,7 +181,29 @@ mod tests {
     type Layer = (usize, usize, usize, usize, usize, Activation, bool);
 
     fn channels_last(shape: &[usize]) -> TensorDesc {
-        TensorDesc::new(DType::F32, Layout::with_order(shape, &[0, 2, 3, 1]).unwrap())
+        with_gaps(shape, 0)
+    }
+
+    /// Channels-last, with so many other elements behind the channels of each pixel.
+    fn with_gaps(shape: &[usize], gap: usize) -> TensorDesc {
+        let &[_, c, h, w] = shape else { panic!("an image: {shape:?}") };
+        let strides = [h * w * (c + gap), 1, w * (c + gap), c + gap].map(|stride| stride as isize);
+        TensorDesc::new(DType::F32, Layout::strided(shape, &strides).unwrap())
+    }
+
+    /// Memory for an image, with its gaps.
+    fn memory(desc: &TensorDesc, seed: u32) -> Tensor {
+        let &[n, _, h, w] = desc.shape() else { panic!("an image: {desc:?}") };
+        numbers(channels_last(&[n, desc.strides()[3] as usize, h, w]), seed)
+    }
+
+    /// The channels of an image that lie at the beginning of each pixel of this memory.
+    fn view<'a>(memory: &'a Tensor, desc: &TensorDesc) -> TensorRef<'a> {
+        memory.as_ref().narrow(1, 0..desc.shape()[1]).unwrap()
+    }
+
+    fn view_mut<'a>(memory: &'a mut Tensor, desc: &TensorDesc) -> TensorMut<'a> {
+        memory.as_mut().narrow(1, 0..desc.shape()[1]).unwrap()
     }
 
     /// Numbers between -1 and 1.
@@ -204,7 +226,12 @@ mod tests {
     }
 
     fn made(image: [usize; 3], layers: &[Layer], threads: usize) -> Made {
-        let mut x = channels_last(&[1, image[0], image[1], image[2]]);
+        made_with_gaps(image, layers, threads, 0)
+    }
+
+    /// With gaps in the first image and in the last result.
+    fn made_with_gaps(image: [usize; 3], layers: &[Layer], threads: usize, gap: usize) -> Made {
+        let mut x = with_gaps(&[1, image[0], image[1], image[2]], gap);
         let options = PlanOptions { threads: NonZeroUsize::new(threads), ..PlanOptions::default() };
         let mut all = Made { plans: vec![], filters: vec![], biases: vec![], residuals: vec![] };
         for (seed, &(k, side, stride, dilation, groups, activation, adds)) in (1..).zip(layers) {
@@ -214,7 +241,8 @@ mod tests {
             let padding = [dilation[0] * (side / 2); 2];
             let params = Conv2dParams { padding, stride, dilation, groups, ..Default::default() };
             let mut spec = Conv2dSpec::new(x, *w.desc(), &params).unwrap();
-            spec.y = channels_last(spec.y.shape());
+            let is_last = all.plans.len() + 1 == layers.len();
+            spec.y = with_gaps(spec.y.shape(), if is_last { gap } else { 0 });
             spec.activation = activation;
             spec.residual = adds;
             let bias = numbers(TensorDesc::contiguous(DType::F32, &[k]).unwrap(), seed + 100);
@@ -229,7 +257,7 @@ mod tests {
             all.filters.push(plan.pack_weights(&w.as_ref(), &mut workspace).unwrap());
             all.plans.push(Arc::new(plan));
             all.biases.push(bias);
-            all.residuals.push(adds.then(|| numbers(spec.y, seed + 200)));
+            all.residuals.push(adds.then(|| memory(&spec.y, seed + 200)));
             x = spec.y;
         }
         all
@@ -240,21 +268,22 @@ mod tests {
             let link = |i: usize| Conv2dLink {
                 w: Weights::Packed(&self.filters[i]),
                 bias: Some(self.biases[i].as_ref()),
-                residual: self.residuals[i].as_ref().map(Tensor::as_ref),
+                residual: self.residuals[i].as_ref().map(|r| view(r, &self.plans[i].spec().y)),
             };
             (0..self.plans.len()).map(link).collect()
         }
 
-        /// The last result by the plans, one after the other.
+        /// The memory of the last result by the plans, one after the other.
         fn one_by_one(&self, x: &Tensor) -> Tensor {
             let mut image: Option<Tensor> = None;
             for (plan, link) in self.plans.iter().zip(self.links()) {
-                let mut y = Tensor::uninitialised(plan.spec().y).unwrap();
+                let spec = plan.spec();
+                let mut y = memory(&spec.y, 9);
                 let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
-                let args = Conv2dArgs::new(image.as_ref().unwrap_or(x).as_ref(), link.w)
+                let args = Conv2dArgs::new(view(image.as_ref().unwrap_or(x), &spec.x), link.w)
                     .with_bias(link.bias)
                     .with_residual(link.residual);
-                plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+                plan.run(&args, view_mut(&mut y, &spec.y), &mut workspace).unwrap();
                 image = Some(y);
             }
             image.unwrap()
@@ -273,6 +302,7 @@ mod tests {
         let mut by_two = 0;
         let one = |k, activation| (k, 1, 1, 1, 1, activation, false);
         let depthwise = |k, side, stride| (k, side, stride, 1, k, RELU6, false);
+        let gaps = [0, 40];
         let adding = (16, 1, 1, 1, 1, NONE, true);
         for (image, layers) in [
             ([16, 40, 14], vec![one(64, RELU6), depthwise(64, 3, 1), adding]),
@@ -280,6 +310,8 @@ mod tests {
             ([16, 41, 9], vec![one(32, RELU6), depthwise(32, 3, 2), one(24, NONE)]),
             ([16, 70, 9], vec![one(32, RELU6), depthwise(32, 5, 2)]),
             ([32, 33, 8], vec![depthwise(32, 3, 1), one(16, NONE)]),
+            ([40, 33, 8], vec![depthwise(40, 1, 1), one(16, NONE)]),
+            ([40, 33, 3], vec![(40, 1, 1, 1, 40, Activation::Silu, false), adding]),
             ([3, 94, 31], vec![(32, 3, 2, 1, 1, RELU6, false), depthwise(32, 3, 1), one(16, NONE)]),
             // A dilated filter, one that leaves out rows, groups, and convolutions of which each reads rows of padding.
             ([16, 90, 9], vec![one(32, NONE), (32, 3, 1, 3, 32, NONE, false), one(32, NONE)]),
@@ -288,27 +320,34 @@ mod tests {
             ([16, 40, 9], vec![one(48, RELU6), (48, 3, 1, 1, 2, RELU6, false), one(16, NONE)]),
             ([32, 40, 9], vec![depthwise(32, 7, 1), depthwise(32, 3, 2), depthwise(32, 5, 1)]),
         ] {
-            let x = numbers(channels_last(&[1, image[0], image[1], image[2]]), 7);
-            for threads in [1, 2, 3] {
-                let made = made(image, &layers, threads);
+            let cases = gaps.into_iter().flat_map(|gap| [1, 2, 3].map(|threads| (gap, threads)));
+            // Runs of three channels have no gaps.
+            for (gap, threads) in cases.filter(|&(gap, _)| gap == 0 || image[0] > 3) {
+                let made = made_with_gaps(image, &layers, threads, gap);
+                let [x_desc, y_desc] =
+                    [made.plans[0].spec().x, made.plans[made.plans.len() - 1].spec().y];
+                let x = memory(&x_desc, 7);
                 let want = made.one_by_one(&x);
                 let mut found = 0;
                 // From one row of the widest value on.
                 for cache in (1..40).map(|i| i << 10) {
                     let Some(chain) = made.chain(cache) else { continue };
                     found += 1;
-                    let mut y = numbers(*want.desc(), 9);
+                    let mut y = memory(&y_desc, 9);
                     let bytes = chain.workspace_bytes();
                     let mut workspace = Workspace::new(Device::Cpu, bytes).unwrap();
-                    chain.run(&x.as_ref(), &made.links(), y.as_mut(), &mut workspace).unwrap();
-                    assert_eq!(y.as_bytes(), want.as_bytes(), "{layers:?}, {threads}, {cache}");
+                    let (x, to) = (view(&x, &x_desc), view_mut(&mut y, &y_desc));
+                    chain.run(&x, &made.links(), to, &mut workspace).unwrap();
+                    // Gaps too.
+                    let case = (&layers, gap, threads, cache);
+                    assert_eq!(y.as_bytes(), want.as_bytes(), "{case:?}");
                 }
                 assert!(found > 0 || threads > 1, "{layers:?}");
                 by_two += usize::from(found > 0 && threads == 2);
             }
         }
         // Others have so few rows that two threads would compute too many of them twice.
-        assert!(by_two >= 8, "{by_two}");
+        assert!(by_two >= 18, "{by_two}");
     }
 
     #[test]
@@ -410,6 +449,13 @@ mod tests {
         assert!(made([16, 20, 14], &[one(64); 5], 1).chain(20 << 10).is_none());
         // Not even one row fits.
         assert!(block.chain(1 << 10).is_none());
+        // A layer that little but memory bounds, if threads have as many rows.
+        let scaled = |rows, side, threads| {
+            let layers = [(32, 1, 1, 1, 32, RELU6, false), (64, side, 1, 1, 1, RELU6, false)];
+            made([32, rows, 14], &layers, threads).chain(1 << 20).is_some()
+        };
+        assert!(scaled(14, 1, 1) && scaled(14, 1, 2) && scaled(7, 1, 1));
+        assert!(!scaled(7, 1, 2) && !scaled(14, 3, 1));
         let mut winograd = made([16, 20, 14], &[one(64), (64, 3, 1, 1, 1, RELU6, false)], 1);
         assert!(winograd.chain(20 << 10).is_some());
         let (spec, f4) =

@@ -95,12 +95,15 @@ impl Schedule {
                     }
                     let read = stencils[link].reads(rows.clone()).start;
                     let src = match link {
-                        0 => read * stencils[0].src_size[1] * stencils[0].groups * stencils[0].c,
+                        0 => read * stencils[0].src[2] as usize,
                         _ => (read - base[link - 1]) * row(link - 1),
                     };
-                    let to = if link < last { rows.start - base[link] } else { rows.start };
+                    let dst = match link < last {
+                        true => (rows.start - base[link]) * row(link),
+                        false => rows.start * stencils[last].dst[2] as usize,
+                    };
                     done[link] = rows.end;
-                    all.push(Part { link, rows, src, dst: to * row(link), kept });
+                    all.push(Part { link, rows, src, dst, kept });
                 }
             }
             segments.push(start..all.len());
