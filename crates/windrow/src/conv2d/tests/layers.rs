@@ -103,6 +103,38 @@ fn groups_of_half_vectors() {
     assert!(checked > 80, "{checked}");
 }
 
+/// Channels that are multiplied by one number each, for numbers of them around a vector's, also with steps and padding.
+#[test]
+fn scaled_channels() {
+    let activations = [Activation::Relu, Activation::Identity, Activation::Silu];
+    for (i, c) in [3, 8, 16, 24, 40, 133].into_iter().enumerate() {
+        for (j, [stride, padding]) in [[1, 0], [2, 0], [1, 1]].into_iter().enumerate() {
+            for (t, dtype) in [DType::F32, DType::F16, DType::BF16].into_iter().enumerate() {
+                let case = Case {
+                    x: [1 + i % 2, c, 2 + t, [1, 5, 9][(i + t) % 3]],
+                    filter: [c, 1, 1],
+                    params: Conv2dParams {
+                        stride: [stride; 2],
+                        padding: [padding; 2],
+                        groups: c,
+                        activation: activations[(i + j + t) % 3],
+                        ..Default::default()
+                    },
+                    dtype,
+                    bias: [Some(DType::F32), None][(i + j) % 2],
+                    forms: [
+                        Arrangement::ChannelsLast,
+                        Arrangement::Nchw,
+                        Arrangement::ChannelsLast,
+                    ],
+                };
+                let spec = case.spec().unwrap();
+                case.check_algorithms(&spec, &[Conv2dAlgorithm::DirectGrouped]);
+            }
+        }
+    }
+}
+
 /// Filters that are read where they lie, for numbers of channels and terms around those that are summed at once.
 #[test]
 fn one_pixel() {

@@ -5,7 +5,7 @@ mod window;
 
 pub(in crate::conv2d::cpu) use half::{HalfSums, pack_with_half};
 
-use super::epilogue::{Epilogue, Sums};
+use super::epilogue::{Bounds, Epilogue, Sums};
 use super::stencil::Stencil;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
 use std::ops::Range;
@@ -145,14 +145,46 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
         read: R,
         rows: Range<usize>,
     ) {
+        let is_scale = R::SINGLE && self.stencil.is_one_tap() && self.stencil.step == [1, 1];
+        let is_plain = self.count >= S::LANES && self.epilogue.residual.is_none();
         // SAFETY: passed on.
         unsafe {
+            if let Some(bounds) = self.epilogue.bounds().filter(|_| is_scale && is_plain) {
+                return self.scale(s, rows, bounds);
+            }
             match self.stencil.dst_size[1] {
                 width if width >= 8 && width % 7 != 0 => self.by_taps::<S, R, 8>(s, read, rows),
                 7.. => self.by_taps::<S, R, 7>(s, read, rows),
                 4..7 => self.by_taps::<S, R, FEW>(s, read, rows),
                 _ if R::HAS_HALF => unreachable!("narrow images have sums without halves"),
                 _ => self.pixels::<S, R, 1, 0, 0>(s, read, rows),
+            }
+        }
+    }
+
+    /// Channels that are multiplied by one number each, such as in a normalisation. Memory bounds it, so it is read and
+    /// written in the order in which it lies.
+    #[inline(always)]
+    unsafe fn scale<S: Simd>(&self, s: S, rows: Range<usize>, bounds: Bounds) {
+        let Channels { stencil, count, src_strides, dst_strides, .. } = *self;
+        let first = rows.start;
+        for i in rows {
+            for j in 0..stencil.dst_size[1] {
+                let at = |i: usize, strides: [isize; 2]| {
+                    (i as isize).wrapping_mul(strides[0]) + (j as isize).wrapping_mul(strides[1])
+                };
+                let from = self.src.wrapping_offset(at(i, src_strides));
+                let to = self.dst.wrapping_offset(at(i - first, dst_strides));
+                for channel in (0..count).step_by(S::LANES) {
+                    let channel = channel.min(count - S::LANES);
+                    // SAFETY: channels of a pixel, of the filter and of the bias.
+                    unsafe {
+                        let w = s.load(self.filter.add(channel));
+                        let bias = self.epilogue.biases(s, channel, S::LANES);
+                        let sum = s.mul_add(w, T::load(s, from.add(channel)), s.zero());
+                        D::store(s, to.add(channel), bounds.of(s, s.add(sum, bias)));
+                    }
+                }
             }
         }
     }
