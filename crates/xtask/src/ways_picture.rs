@@ -6,7 +6,7 @@ use crate::tables::{members, number, text};
 use serde_json::Value;
 
 pub(crate) const ALT: &str =
-    "Dots: how many times as fast as PyTorch networks are with patch, optimize, the backend and torch.compile";
+    "Dots: the speed of networks by patch, optimize, the backend and torch.compile";
 
 /// The ways: as a reader and as records name them, and how their dots look.
 const WAYS: [(&str, &str, &str); 4] = [

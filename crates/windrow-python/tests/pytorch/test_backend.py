@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from common import OURS, compare_with_f64, each_device, leaf
 from torch import nn
-from windrow.torch import patch
+from windrow.torch import backend, patch
 from windrow.torch.backend import OptionError, VersionError, _compile, _options, windrow
 
 pytestmark = [
@@ -264,6 +264,55 @@ def test_a_report_names_modules(rest, times):
         "line": "conv2d",
         "wide": "FusedConv2d(1, 1, kernel_size=(1, 1, 1), stride=(1, 1, 1))",
     } | linear
+
+
+class Gated(nn.Module):
+    """What networks of convolutions have between them."""
+
+    def __init__(self, more=None):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.gate, self.more = nn.Conv2d(8, 8, 1), more or nn.Identity()
+        self.line = nn.Linear(8, 2)
+
+    def forward(self, x):
+        y = F.silu(self.norm(self.first(x)))
+        y = self.more(y * self.gate(F.adaptive_avg_pool2d(y, 1)).sigmoid() + y)
+        return self.line(F.max_pool2d(torch.cat([y, y], 1), 2)[:, :8].mean([2, 3]))
+
+
+@pytest.mark.parametrize(
+    "is_one, change",
+    [
+        (True, lambda model: model),
+        (False, lambda model: Gated(nn.GroupNorm(2, 8)).eval()),
+        (False, lambda model: model.to(torch.bfloat16)),
+        (False, lambda model: nn.Sequential(nn.Flatten(), nn.Linear(192, 2)).eval()),
+    ],
+)
+def test_who_computes_the_rest_of_networks_on_the_cpu(is_one, change, monkeypatch):
+    """By default."""
+    found = []
+    for name in ("by_eager", "by_inductor"):
+        monkeypatch.setattr(backend, name, lambda graph, *_, name=name: found.append(name) or graph)
+    model = change(Gated().eval())
+    x = torch.randn(1, 3, 8, 8).to(next(model.parameters()).dtype)
+
+    def asked(dynamic=False, **options):
+        torch._dynamo.reset()
+        found.clear()
+        torch.compile(model, backend=windrow, dynamic=dynamic, options=options)(x)
+        return found == ["by_eager"]
+
+    with torch.no_grad():
+        assert asked() == asked(accuracy="exact") == is_one
+        assert not asked(rest="inductor") and asked(rest="eager")
+        assert not asked(mode="max-autotune") and not asked(epilogue_fusion=True)
+        assert not asked(dynamic=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not asked()
+    assert not asked(), "training"
+    torch._dynamo.reset()
 
 
 WARM = """

@@ -84,7 +84,7 @@ def test_no_operator_copies_its_image(kind, is_last, given, times):
     model, x = kind().eval().to(memory_format=LAST), torch.randn(2, 8, 12, 10)
     if is_last:
         x = x.to(memory_format=LAST)
-    fast = torch.compile(model, backend=windrow, options={"check": False, "accuracy": "exact"})
+    fast = torch.compile(model, backend=windrow, options={"rest": "inductor", "check": False, "accuracy": "exact"})
     with torch.no_grad():
         want = model(x)
         fast(x)
@@ -134,7 +134,7 @@ def test_transposed_convolutions_are_left_where_pytorch_is_faster(factor, times,
         def left(self, name, why):
             told[name] = why
 
-    fast = torch.compile(model, backend=windrow, options={"check": False, "report": Report()})
+    fast = torch.compile(model, backend=windrow, options={"rest": "inductor", "check": False, "report": Report()})
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
     ours, theirs = "windrow.conv2d.default", "aten.convolution.default"

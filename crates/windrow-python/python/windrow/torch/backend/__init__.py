@@ -12,7 +12,16 @@ from typing import Any
 from torch import fx
 
 from windrow.torch.backend._compile import by_eager, by_inductor
-from windrow.torch.backend._options import OptionError, Options, Ran, VersionError, can_inductor, device_types, rest_of
+from windrow.torch.backend._options import (
+    OptionError,
+    Options,
+    Ran,
+    VersionError,
+    can_inductor,
+    device_types,
+    is_one_call,
+    rest_of,
+)
 
 __all__ = ["OptionError", "VersionError", "windrow"]
 
@@ -34,7 +43,8 @@ def windrow(
     freeze: False computes what depends on parameters alone again on each call.
     mode: as the argument.
     report: an object with the methods `fused(name, what)` and `left(name, why)`, which are called for each convolution.
-    rest: "inductor", or "eager" for PyTorch's operators one by one.
+    rest: "inductor", or "eager" for PyTorch's operators one by one. By default "inductor", but "eager" for networks of
+    convolutions on the CPU that become one call: f32, in inference, and without an option of Inductor's.
 
     Raises OptionError for other options, and VersionError if PyTorch is too old.
     """
@@ -50,6 +60,7 @@ def compiled_with(
 
 
 def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], asked: Options) -> Callable[..., Any]:
-    if asked.rest == "inductor" and can_inductor(device_types(inputs)):
-        return by_inductor(graph, inputs, asked)
-    return by_eager(graph, inputs, asked)
+    is_eager = is_one_call(graph, inputs) if asked.rest is None else asked.rest == "eager"
+    if is_eager or not can_inductor(device_types(inputs)):
+        return by_eager(graph, inputs, asked)
+    return by_inductor(graph, inputs, asked)

@@ -1,6 +1,7 @@
 """The options of `torch.compile(model, backend="windrow")`."""
 
 import functools
+import operator
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +44,8 @@ class Options:
     accuracy: str | None = None
     # True if values that depend on parameters alone are computed once, unless a gradient is needed.
     freeze: bool = True
-    # The compiler of the rest: "inductor", or "eager" for PyTorch's operators one by one.
-    rest: str = "inductor"
+    # The compiler of the rest: "inductor", or "eager" for PyTorch's operators one by one. None: what the graph suits.
+    rest: str | None = None
     # True if a graph is compared with PyTorch's at its first call.
     check: bool = True
     # An object that is told what each convolution became; see `_report`.
@@ -74,7 +75,9 @@ class Options:
         _expect("rest", rest, (None, *RESTS))
         if inductor or mode not in (None, "default"):
             inductor = _of_mode(mode) | _known(inductor)
-        return Options(accuracy, bool(freeze), rest or "inductor", bool(check), report, inductor=inductor)
+        if inductor:
+            rest = rest or "inductor"
+        return Options(accuracy, bool(freeze), rest, bool(check), report, inductor=inductor)
 
 
 def expect_known_version() -> None:
@@ -121,6 +124,34 @@ def rest_of(graph: fx.GraphModule, inputs: Any) -> str:
     operators in a longer way."""
     is_slow = "cuda" in device_types(inputs) and any(node.target is F.group_norm for node in graph.graph.nodes)
     return "inductor" if is_slow else "eager"
+
+
+# What PyTorch's functions and operators between convolutions become part of one call on the CPU, or are part of the
+# convolutions. Linear layers and dropout are none of these, but take one call each anyway.
+_IN_ONE_CALL = {
+    *(torch.conv2d, F.conv2d, torch.conv_transpose2d, F.conv_transpose2d, F.batch_norm, F.pad, F.dropout, F.linear),
+    *(torch.relu, torch.relu_, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.silu, F.hardswish, F.hardsigmoid, torch.sigmoid),
+    *(operator.add, operator.iadd, torch.add, operator.mul, operator.imul, torch.mul, torch.cat, torch.concat),
+    *(operator.getitem, torch.split, torch.chunk, torch.flatten, F.interpolate, torch.mean),
+    *(F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.pixel_shuffle),
+}
+_METHODS_IN_ONE_CALL = {"add", "add_", "mul", "mul_", "relu", "relu_", "sigmoid", "mean", "flatten", "split", "chunk"}
+
+
+def is_one_call(graph: fx.GraphModule, inputs: Any) -> bool:
+    """True for an inference graph that is nearly all one native call on the CPU if PyTorch's operators compute what is left of
+    it: f32 images of known sizes, convolutions, and what networks of convolutions have between them. Networks took 0.47 to
+    0.99 of their time with Inductor (benchmarks/record/2026-11-30-amd-epyc-zen-5-2-threads)."""
+    if torch.is_autocast_enabled("cpu") or not all(isinstance(t, torch.Tensor) for t in inputs):
+        return False
+    is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    is_known = lambda t: all(isinstance(n, int) for n in t.shape)
+    are_known = all(t.device.type == "cpu" and t.dtype in (torch.float32, torch.int64) and is_known(t) for t in inputs)
+    if is_trained or not are_known:
+        return False
+    calls = [node for node in graph.graph.nodes if node.op.startswith("call_") and node.all_input_nodes]
+    is_part = lambda node: node.target in (_METHODS_IN_ONE_CALL if node.op == "call_method" else _IN_ONE_CALL)
+    return all(map(is_part, calls)) and any(node.target in (torch.conv2d, F.conv2d) for node in calls)
 
 
 @functools.cache
