@@ -125,7 +125,7 @@ def measured(name: str, form: str, ways: list[str]) -> dict[str, Any]:
             _WAYS[way](candidate, told, "exact" if how == "exact" else None)
             errors = [off(decoded(candidate, z, form), want) for _ in range(2)]
             if told.report is not None:
-                told.taken = sum("Conv3d" in what for what in told.report.fused.values())
+                told.taken = len(told.report.fused)
                 told.why |= {*told.report.left.values()}
             side = {"x": float(f"{max(errors) / error:.3g}"), "taken": told.taken, "left": sorted(told.why)[:4]}
         except Exception as failure:

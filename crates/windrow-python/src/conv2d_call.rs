@@ -191,7 +191,7 @@ impl Conv2dCall {
         is_of.then(|| self.held_weights(filter))
     }
 
-    /// [`Conv2dCall::weights`] while the caller holds [`Conv2dCall::storage`] and the filter lies where it lay.
+    /// [`Conv2dCall::weights`] while the caller holds [`Conv2dCall::alias`] and the filter lies where it lay.
     pub(crate) fn held_weights<'a>(&'a self, filter: TensorRef<'a>) -> Weights<'a> {
         match &self.kept {
             None => Weights::Raw(filter),
@@ -199,9 +199,11 @@ impl Conv2dCall {
         }
     }
 
-    /// The memory that packed forms belong to, if there are any and it lives.
-    pub(crate) fn storage(&self, py: Python<'_>) -> Option<Py<PyAny>> {
-        self.kept.as_ref()?.storage.bind(py).upgrade().map(Bound::unbind)
+    /// A tensor in the memory of the filter, if there may be packed forms, which belong to it: it keeps the memory alive.
+    /// The memory's own object does not with PyTorch 2.8 if it comes from a weak reference.
+    pub(crate) fn alias(&self, weight: &Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
+        let detach = || weight.call_method0(intern!(weight.py(), "detach")).map(Bound::unbind);
+        self.kept.is_some().then(detach).transpose()
     }
 }
 

@@ -41,7 +41,7 @@ pub(crate) struct Conv2dSequence {
     /// Those of the convolutions.
     filters: Vec<(Seen, Option<Seen>)>,
     /// The memory of those that have packed forms: as long as it lives, no other filter lies there.
-    _storages: Vec<Py<PyAny>>,
+    _aliases: Vec<Py<PyAny>>,
     /// Cache lines that comparisons of the filters read.
     lines: Vec<usize>,
     results: Vec<usize>,
@@ -104,7 +104,10 @@ impl Conv2dSequence {
             PyResult::Ok((Seen::of("weight", weight)?, bias))
         });
         let filters = filters.collect::<PyResult<Vec<_>>>()?;
-        let storages = convolutions().filter_map(|call| call.storage(py)).collect();
+        let aliases = convolutions().zip(&filters);
+        let aliases =
+            aliases.filter_map(|(call, (weight, _))| call.alias(weight.bind(py)).transpose());
+        let aliases = aliases.collect::<PyResult<_>>()?;
         let fit = convolutions().zip(&filters).all(|(call, (weight, bias))| {
             let (spec, bias) = (call.plan().spec(), bias.as_ref().map(Seen::on_cpu));
             let is_of_call = weight.view().is_some_and(|weight| call.weights(py, weight).is_some());
@@ -166,7 +169,7 @@ impl Conv2dSequence {
             steps,
             expected,
             filters,
-            _storages: storages,
+            _aliases: aliases,
             lines,
             results,
             bytes,

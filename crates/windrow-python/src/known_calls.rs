@@ -21,8 +21,8 @@ pub(crate) struct BoundCall {
     call: Py<PyAny>,
     weight: Seen,
     bias: Option<Seen>,
-    /// The memory that the packed forms of a [`Conv2dCall`] belong to.
-    _storage: Option<Py<PyAny>>,
+    /// [`Conv2dCall::alias`].
+    _alias: Option<Py<PyAny>>,
     /// True if it is a [`Conv2dCall`] of this filter and this bias.
     fits: bool,
 }
@@ -50,8 +50,8 @@ impl BoundCall {
             let filter = weight.view().filter(|_| is_of(&weight, spec.w) && is_bias);
             filter.is_some_and(|filter| native.weights(py, filter).is_some())
         });
-        let storage = native.and_then(|native| native.storage(py));
-        Ok(BoundCall { call: call.unbind(), weight, bias, _storage: storage, fits })
+        let alias = native.map(|native| native.alias(weight.bind(py))).transpose()?.flatten();
+        Ok(BoundCall { call: call.unbind(), weight, bias, _alias: alias, fits })
     }
 
     #[getter]

@@ -94,6 +94,8 @@ def stand_in():
     torch.nn = SimpleNamespace(Parameter=type("Parameter", (Tensor,), {}))
     torch._C = SimpleNamespace(
         _cuda_getCurrentRawStream=current_stream,
+        _is_any_autocast_enabled=no,
+        _len_torch_function_stack=lambda: 0,
         _len_torch_dispatch_stack=lambda: 0,
         _is_tracing=no,
         _are_functorch_transforms_active=no,

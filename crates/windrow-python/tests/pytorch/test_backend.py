@@ -281,6 +281,10 @@ class Gated(nn.Module):
         return self.line(F.max_pool2d(torch.cat([y, y], 1), 2)[:, :8].mean([2, 3]))
 
 
+class Sub(torch.Tensor):
+    pass
+
+
 @pytest.mark.parametrize(
     "is_one, change",
     [
@@ -298,7 +302,7 @@ def test_who_computes_the_rest_of_networks_on_the_cpu(is_one, change, monkeypatc
     model = change(Gated().eval())
     x = torch.randn(1, 3, 8, 8).to(next(model.parameters()).dtype)
 
-    def asked(dynamic=False, **options):
+    def asked(x=x, dynamic=False, **options):
         torch._dynamo.reset()
         found.clear()
         torch.compile(model, backend=windrow, dynamic=dynamic, options=options)(x)
@@ -308,7 +312,7 @@ def test_who_computes_the_rest_of_networks_on_the_cpu(is_one, change, monkeypatc
         assert asked() == asked(accuracy="exact") == is_one
         assert not asked(rest="inductor") and asked(rest="eager")
         assert not asked(mode="max-autotune") and not asked(epilogue_fusion=True)
-        assert not asked(dynamic=True)
+        assert not asked(dynamic=True) and not asked(x.as_subclass(Sub))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not asked()
     assert not asked(), "training"

@@ -1,5 +1,6 @@
 """The memory of a module: what its calls found out for later ones."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ REMEMBERED = 256
 
 # The modules that remember something.
 _all: "weakref.WeakSet[Remembering]" = weakref.WeakSet()
+_lock = threading.RLock()
 
 
 class Remembering(nn.Module):
@@ -43,7 +45,8 @@ class Remembering(nn.Module):
     def _keep(self, name: str, found: Any) -> Any:
         """Sets an attribute that is found out, until `forget_all`."""
         self.__dict__[name] = found
-        _all.add(self)
+        with _lock:
+            _all.add(self)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -64,5 +67,7 @@ class Remembering(nn.Module):
 
 def forget_all() -> None:
     """Makes every module forget."""
-    for module in list(_all):
+    with _lock:
+        modules = list(_all)
+    for module in modules:
         module._forget()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._subclasses import FakeTensor
 
 from windrow.torch._batch_invariant import accuracy_with
 from windrow.torch._conv2d import ACCURACIES
@@ -142,7 +143,9 @@ def is_one_call(graph: fx.GraphModule, inputs: Any) -> bool:
     """True for an inference graph that is nearly all one native call on the CPU if PyTorch's operators compute what is left of
     it: f32 images of known sizes, convolutions, and what networks of convolutions have between them. Networks took 0.47 to
     0.99 of their time with Inductor (benchmarks/record/2026-11-30-amd-epyc-zen-5-2-threads)."""
-    if torch.is_autocast_enabled("cpu") or not all(isinstance(t, torch.Tensor) for t in inputs):
+    # AOTAutograd takes no other subclass of a tensor if operators run one by one (PyTorch 2.11).
+    are_plain = all(type(t) in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in inputs)
+    if torch.is_autocast_enabled("cpu") or not are_plain:
         return False
     is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     is_known = lambda t: all(isinstance(n, int) for n in t.shape)
