@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from windrow import _native
 from windrow.torch import (
     _fused,
     _library,
@@ -254,7 +255,7 @@ def run(monkeypatch):
     """How often the dispatcher was called for the convolution of compiled graphs, and a call of it."""
     found, through = [], _fused.CONV2D_FUSED._op
     counted = lambda *args, **kwargs: found.append(1) or through(*args, **kwargs)
-    short = _library._short(counted, *_library._kernels["conv2d_fused"])
+    short = _native.ShortOperator(counted, *_library._kernels["conv2d_fused"], _fused._LAYERS)
     monkeypatch.setattr(_fused.CONV2D_FUSED, "_op", short)
     x, weight, how = torch.randn(1, 4, 5, 5), torch.randn(4, 4, 3, 3), ([1, 1], [1, 1], [1, 1], 1, None, "exact")
     return found, lambda x=x, weight=weight: _fused.CONV2D_FUSED(x, weight, None, None, *how)
