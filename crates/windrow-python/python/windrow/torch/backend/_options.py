@@ -141,8 +141,8 @@ _METHODS_IN_ONE_CALL = {"add", "add_", "mul", "mul_", "relu", "relu_", "sigmoid"
 
 def is_one_call(graph: fx.GraphModule, inputs: Any) -> bool:
     """True for an inference graph that is nearly all one native call on the CPU if PyTorch's operators compute what is left of
-    it: f32 images of known sizes, convolutions, and what networks of convolutions have between them. Networks took 0.47 to
-    0.99 of their time with Inductor (benchmarks/record/2026-11-30-amd-epyc-zen-5-2-threads)."""
+    it: f32 images of known sizes, convolutions, and what networks of convolutions have between them. With Inductor ten
+    networks took 1.01 to 2.1 times as long (two threads of an EPYC, b4c8f7d)."""
     # AOTAutograd takes no other subclass of a tensor if operators run one by one (PyTorch 2.11).
     are_plain = all(type(t) in (torch.Tensor, torch.nn.Parameter, FakeTensor) for t in inputs)
     if torch.is_autocast_enabled("cpu") or not are_plain:
