@@ -177,7 +177,8 @@ impl ShortOperator {
         py: Python<'py>,
         args: &Bound<'py, PyTuple>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if is_autocast(py)? || is_seen_by_modes(py)? {
+        let is_whole = self.layers.is_none() || args.len() >= OUT;
+        if !is_whole || is_autocast(py)? || is_seen_by_modes(py)? {
             return Ok(None);
         }
         let out = self.layers.as_ref().map(|_| OUT);

@@ -175,6 +175,9 @@ def test_wrong_tensors_are_errors(times):
         for wrong in (x[:, :4], x.long(), x[0, 0, 0]):
             with pytest.raises((RuntimeError, ValueError, TypeError)):
                 called(wrong, weight, bias)
+        for few in ((), (x,), (x, weight, bias, None, *OPTIONS)):
+            with pytest.raises((RuntimeError, TypeError)):
+                CONV2D_FUSED(*few)
         check(called(x, weight, bias), x, weight, bias)
 
 

@@ -362,24 +362,27 @@ mod tests {
             ([200, 28, 3], [one(192, RELU6), deep(192, 3, 2)]),
             ([7, 1, 1], [one(96, RELU6), (96, 3, 1, 2, 96, Activation::Silu, false)]),
         ] {
-            let x = numbers(channels_last(&[1, image[0], image[1], image[2]]), 7);
-            for threads in [1, 2, 3] {
-                let made = made(image, &layers, threads);
+            for (gap, threads) in [0, 40].into_iter().flat_map(|gap| [1, 2, 3].map(|n| (gap, n))) {
+                let made = made_with_gaps(image, &layers, threads, gap);
                 let chain = Conv2dChain::with_cache(&made.plans, [usize::MAX, 1 << 20]).unwrap();
                 let Some(chain) = chain else { continue };
                 assert!(matches!(chain.form, Form::Slices(_)));
+                let [x_desc, y_desc] = [made.plans[0].spec().x, made.plans[1].spec().y];
+                let x = memory(&x_desc, 7);
                 let want = made.one_by_one(&x);
-                let mut y = numbers(*want.desc(), 9);
+                let mut y = memory(&y_desc, 9);
                 let bytes = chain.workspace_bytes();
                 let mut workspace = Workspace::new(Device::Cpu, bytes).unwrap();
                 for _ in 0..2 {
-                    chain.run(&x.as_ref(), &made.links(), y.as_mut(), &mut workspace).unwrap();
-                    assert_eq!(y.as_bytes(), want.as_bytes(), "{layers:?}, {threads}");
+                    let (x, to) = (view(&x, &x_desc), view_mut(&mut y, &y_desc));
+                    chain.run(&x, &made.links(), to, &mut workspace).unwrap();
+                    // Gaps too.
+                    assert_eq!(y.as_bytes(), want.as_bytes(), "{layers:?}, {gap}, {threads}");
                 }
                 found += 1;
             }
         }
-        assert!(found >= 10, "{found}");
+        assert!(found >= 20, "{found}");
     }
 
     /// Slices are for 1x1 filters before depthwise ones, and for threads that all have the same number of them.

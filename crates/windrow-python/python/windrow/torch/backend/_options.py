@@ -127,8 +127,8 @@ def rest_of(graph: fx.GraphModule, inputs: Any) -> str:
     return "inductor" if is_slow else "eager"
 
 
-# What PyTorch's functions and operators between convolutions become part of one call on the CPU, or are part of the
-# convolutions. Linear layers and dropout are none of these, but take one call each anyway.
+# PyTorch's functions that become part of one call on the CPU: convolutions, and what networks have between them. Linear
+# layers do not: each is a call of its own, with Inductor too. Dropout is nothing in inference.
 _IN_ONE_CALL = {
     *(torch.conv2d, F.conv2d, torch.conv_transpose2d, F.conv_transpose2d, F.batch_norm, F.pad, F.dropout, F.linear),
     *(torch.relu, torch.relu_, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.silu, F.hardswish, F.hardsigmoid, torch.sigmoid),
