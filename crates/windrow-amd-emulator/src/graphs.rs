@@ -35,7 +35,7 @@ struct Graph {
     objects: Vec<Arc<UserObject>>,
 }
 
-/// A capture under way: its number, the graph, and whether something forbidden was asked for.
+/// A capture under way: its number and its graph.
 struct Capture {
     id: u64,
     graph: *mut Graph,
@@ -53,6 +53,15 @@ fn captures() -> MutexGuard<'static, HashMap<usize, Capture>> {
 
 pub(crate) fn is_recorded(stream: Handle) -> bool {
     captures().contains_key(&stream.addr())
+}
+
+/// Ends the capture of a stream that is destroyed. Another stream may get its address.
+pub(crate) fn forget(stream: Handle) {
+    let capture = captures().remove(&stream.addr());
+    if let Some(capture) = capture {
+        // SAFETY: made when the capture began, and handed to nobody.
+        drop(unsafe { Box::from_raw(capture.graph) });
+    }
 }
 
 /// Keeps the work for the graph that the stream records; if it records none, the work is given back.

@@ -293,6 +293,7 @@ functions! {
         if stream.is_null() {
             return failed(INVALID_HANDLE, "no stream");
         }
+        graphs::forget(stream);
         drop(Box::from_raw(stream.cast::<u64>()));
         0
     }

@@ -10,6 +10,7 @@ use crate::float::{from_half, half_of};
 use crate::inst::{Code, EXEC, TTMP, VCC};
 use crate::memory::{Ranges, allocate, free};
 use crate::wave::{Block, Flow, POISON, Wave};
+use crate::{graphs, runtime};
 
 /// A wavefront with numbers in v0 to v7 and s0 to s7.
 struct Machine {
@@ -453,4 +454,18 @@ fn branches_and_ends() {
     assert_eq!(machine.run("s_cbranch_scc0 65535; s_cbranch_scc1 65533").unwrap(), Flow::Jump(0));
     assert_eq!(machine.run("s_barrier").unwrap(), Flow::Barrier);
     assert_eq!(machine.run("s_endpgm").unwrap(), Flow::End);
+}
+
+#[test]
+fn a_stream_that_is_destroyed_is_recorded_no_longer() {
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the handle is written, and used before it is destroyed but in the question whether it is known.
+    let asked = unsafe {
+        assert_eq!(runtime::hipStreamCreateWithFlags(&raw mut stream, 0), 0);
+        assert_eq!(graphs::hipStreamBeginCapture(stream, 0), 0);
+        let before = graphs::is_recorded(stream);
+        assert_eq!(runtime::hipStreamDestroy(stream), 0);
+        (before, graphs::is_recorded(stream))
+    };
+    assert_eq!(asked, (true, false));
 }
