@@ -1,14 +1,14 @@
-"""The price of `batch_invariant`: the 18 layers with 1, 8 and 64 images, with the option and without.
+"""The price of `batch_invariant`: the 18 layers with 1, 8 and 64 images, with the option and without, and six networks.
 
     python benchmarks/batch_invariance.py [--device cpu|cuda:N] [--batches 1 8 64] [--dtypes float32] [--only layers]
         [--budget SECONDS] [--record DIRECTORY]
 
-On CUDA calls are in CUDA graphs, and six networks of torchvision follow: `windrow.torch.patch(model)` beside
-`patch(model, batch_invariant=True)`. Nothing is started after the budget.
+The networks are torchvision's: `windrow.torch.patch(model)` beside `patch(model, batch_invariant=True)`. On CUDA calls are
+in CUDA graphs. Nothing is started after the budget.
 
-On the CPU both plans have packed filters and write to memory that exists. Layers are channels-last if Windrow is faster
-so without the option, else NCHW. Calls take turns; a time is the median. Where both plans are the same, nothing is
-measured and the ratio is 1. With --record the figures are written as batch_invariance.json and .md.
+On the CPU both plans of a layer have packed filters and write to memory that exists. Layers are channels-last if Windrow
+is faster so without the option, else NCHW. Calls take turns; a time is the median. Where both plans are the same, nothing
+is measured and the ratio is 1. With --record the figures are written as batch_invariance.json and .md.
 """
 
 import argparse
@@ -17,8 +17,10 @@ import statistics
 import time
 from pathlib import Path
 
+import batch_invariance_torch as through
 import numpy as np
 import provenance
+import torch
 import windrow
 
 LAYERS = Path(__file__).parent / "layers/cnn18.csv"
@@ -95,40 +97,29 @@ def main():
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     stop = time.perf_counter() + options.budget
-    if options.device != "cpu":
-        return main_on_cuda(options, stop)
-
-    rows = []
-    for dtype, name, shape, k in layers(options):
-        if time.perf_counter() < stop:
-            rows.append(measured(name, shape, k, dtype))
-            show(rows[-1])
-    print(table(rows))
-    write(options, {"machine": provenance.cpu(), "rows": rows}, [table(rows)])
-    return 0
-
-
-def main_on_cuda(options, stop):
-    import batch_invariance_cuda as cuda
-    import torch
-
     device = torch.device(options.device)
-    torch.cuda.set_device(device)
+    machine = provenance.cpu()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        machine = torch.cuda.get_device_name(device)
     rows, networks = [], []
     for dtype, name, shape, k in layers(options):
         if options.only != "networks" and time.perf_counter() < stop:
-            rows.append(cuda.layer(name, shape, k, dtype, device))
-            show(rows[-1])
+            on_cuda = device.type == "cuda"
+            row = through.layer(name, shape, k, dtype, device) if on_cuda else measured(name, shape, k, dtype)
+            rows.append(row)
+            show(row)
     if options.only != "layers":
-        for row in cuda.networks_of(options.dtypes, options.batches, device):
+        for row in through.networks_of(options.dtypes, options.batches, device):
             networks.append(row)
             print({key: value for key, value in row.items() if key != "not_promised"}, flush=True)
             if time.perf_counter() >= stop:
                 break
-    tables = [table(rows)] * bool(rows) + [cuda.network_table(networks)] * bool(networks)
+    tables = [table(rows)] * bool(rows) + [through.network_table(networks)] * bool(networks)
     print("\n\n".join(tables))
-    machine = torch.cuda.get_device_name(device)
-    write(options, {"machine": machine, "torch": torch.__version__, "rows": rows, "networks": networks}, tables)
+    threads = {"threads": torch.get_num_threads()} if device.type == "cpu" else {}
+    head = {"machine": machine, **threads, "torch": torch.__version__}
+    write(options, {**head, "rows": rows, "networks": networks}, tables)
     return 0
 
 

@@ -1,4 +1,5 @@
-"""What `batch_invariance.py` measures on a CUDA device: layers and whole networks in CUDA graphs."""
+"""What `batch_invariance.py` measures through PyTorch: whole networks, and layers on a CUDA device. On CUDA, calls are
+in CUDA graphs."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -19,20 +20,22 @@ TYPES = {
     "float16": ("f16_cl", torch.float16),
     "bfloat16": ("bf16_cl", torch.bfloat16),
 }
-# Calls of a graph, so that its launch takes a small part of the time; seconds of a sample, and of all samples.
+# Calls of a graph, so that its launch takes a small part of the time; seconds of a sample, and of all samples of a layer
+# and of a network.
 CALLS, SAMPLE, SECONDS = 20, 5e-3, 0.15
+NETWORK_SECONDS = {"cuda": 0.6, "cpu": 6.0}
 
 
 def times(
     calls: dict[Any, Callable], device: torch.device, repeated: int, seconds: float = SECONDS
 ) -> dict[Any, float]:
-    """Milliseconds of each call, sampled in turns: the medians."""
+    """Milliseconds of each call, sampled in turns: the medians. `repeated`: the calls of a graph."""
 
-    def graph(call: Callable) -> Callable:
-        return models.captured(lambda: [call() for _ in range(repeated)])
+    def timed(call: Callable) -> Callable:
+        every = lambda: [call() for _ in range(repeated)]
+        return models.captured(every) if device.type == "cuda" else every
 
-    graphs = {str(name): graph(call) for name, call in calls.items()}
-    found = models.in_turns(graphs, seconds, device, SAMPLE)
+    found = models.in_turns({str(name): timed(call) for name, call in calls.items()}, seconds, device, SAMPLE)
     return {name: found[str(name)]["median"] / repeated for name in calls}
 
 
@@ -88,7 +91,7 @@ def network(name: str, batch: int, dtype: str, device: torch.device) -> dict[str
     case = Case(networks.NETWORKS[name], name, MODES[mode], batch, "infer", device)
     before = {decision.problem for decision in windrow.torch.decisions()}
     case.set_flags()
-    x = case.input(batch, case.network.size["cuda"])
+    x = case.input(batch, case.network.size[device.type])
     default = case.model(PATCHED)
     invariant = case.model(contestants.PYTORCH)
     report = windrow.torch.patch(invariant, batch_invariant=True)
@@ -104,7 +107,7 @@ def network(name: str, batch: int, dtype: str, device: torch.device) -> dict[str
     for of in calls.values():
         for _ in range(models.WARM_UP):
             of()
-    found = times(calls, device, 1, 4 * SECONDS)
+    found = times(calls, device, 1, NETWORK_SECONDS[device.type])
     return {
         "network": name,
         "batch": batch,
@@ -124,7 +127,8 @@ def networks_of(dtypes: list[str], batches: list[int], device: torch.device) -> 
         for batch in batches:
             for name in known:
                 yield network(name, batch, dtype, device)
-                torch.cuda.empty_cache()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
 
 
 def network_table(rows: list[dict[str, Any]]) -> str:
