@@ -5,7 +5,13 @@ from windrow.torch._library import OPERATORS
 from windrow.torch.backend import _constants, _fuse
 
 
+def copy_constants(monkeypatch):
+    """Constants that are no parameters, so that a fault in them is not one of the model."""
+    monkeypatch.setattr(_constants, "_borrowed", lambda *_: None)
+
+
 def drop_a_bias(monkeypatch):
+    copy_constants(monkeypatch)
     computed = _constants.ConstantsCache._computed
 
     def wrong(self, *args):
@@ -57,6 +63,7 @@ def miss_a_residual(monkeypatch):
 
 
 def keep_a_stale_filter(monkeypatch):
+    copy_constants(monkeypatch)
     computed = _constants.ConstantsCache._computed
 
     def wrong(self, *args):

@@ -135,6 +135,46 @@ def test_memory_is_not_held(computed):
         assert all(of() is None for of in gone)
 
 
+def doubled(layer):
+    layer.weight.data = layer.weight.data * 2
+
+
+def laid_otherwise(layer):
+    layer.weight.data = (layer.weight.data * 2).contiguous(memory_format=torch.channels_last)
+
+
+def in_pieces(layer):
+    """Every second number of its memory."""
+    layer.weight.data = torch.stack([layer.weight.data * 2, layer.weight.data], -1)[..., 0]
+
+
+@pytest.mark.parametrize("change", [lambda layer: layer.weight.mul_(2), doubled, laid_otherwise, in_pieces])
+def test_parameters_are_read_where_they_lie(change, computed):
+    """What nothing is folded into is no copy, as long as it lies as it did. Nobody writes to memory that is not a
+    parameter's any more."""
+    model = normal(nn.Sequential(nn.Conv2d(5, 5, 3), nn.SiLU(), nn.Flatten(), nn.Linear(5 * 4 * 5, 7)))
+    fast, x = compiled(model), torch.randn(1, 5, 6, 7)
+    lie_at = lambda: {t.data_ptr() for t in model.parameters()}
+    with torch.no_grad():
+        fast(x)
+        assert {t.data_ptr() for t in computed[-1]} == lie_at() and len(computed) == 1
+        for layer in (model[0], model[3]):
+            if layer.weight.dim() < 4 and change is laid_otherwise:
+                continue
+            before = layer.weight.data
+            kept = before.clone()
+            change(layer)
+            for _ in range(2):
+                torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+            is_same_memory = before.data_ptr() == layer.weight.data_ptr()
+            torch.testing.assert_close(before, 2 * kept if is_same_memory else kept, rtol=0, atol=0)
+        assert len(computed) == (2 if change is laid_otherwise else 3)
+    gone = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters()]
+    del before, layer, model, fast
+    gc.collect()
+    assert all(of() is None for of in gone)
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_graphs_share_parameters(mode, computed, runs_uncompiled):
     """A filter that nothing is folded into is not copied for each size of the image; CUDA graphs hold copies."""

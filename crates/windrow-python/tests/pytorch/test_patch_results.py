@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from common import ACTIVATIONS, DTYPES, OURS, each_device, each_dtype, leaf
 from torch import nn
 from windrow.torch import conv2d, optimize, patch
+from windrow.torch.choice import check as checks
 from windrow.torch.choice import store
 from windrow.torch.choice.candidates import Windrow
 from windrow.torch.choice.check import check_of
@@ -81,7 +82,10 @@ def check(x, weight, bias, residual, activation):
 @each_dtype
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_faults_are_found(fault, activation, dtype):
+@pytest.mark.parametrize("channels", [5, 2])
+def test_faults_are_found(channels, fault, activation, dtype, monkeypatch):
+    """With the filters of so many channels at a time."""
+    monkeypatch.setattr(checks, "_OF_A_FILTER", channels * 16 * 9 + 1)
     tensors = given(dtype)
     wide = [t.double() for t in tensors]
     of = check(*tensors, activation)

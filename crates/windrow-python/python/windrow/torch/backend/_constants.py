@@ -155,6 +155,31 @@ def _words(first: int, last: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=device).set_(storage, 0, (last - first,), (1,))
 
 
+# Shape, strides, type and device of a constant.
+_Like = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
+
+
+def _borrowed(result: Tensor, like: _Like, memory: Collection[int]) -> Tensor | None:
+    """A constant that is a parameter on the CPU as it lies: one of those at the addresses `memory`. None for others. It does
+    not own the memory, so that the memory of a model that is dropped is freed."""
+    storage = result.untyped_storage()
+    is_parameter = result.is_cpu and result.nbytes > 0 and storage.data_ptr() in memory
+    if not is_parameter or (result.shape, result.stride(), result.dtype, result.device) != like:
+        return None
+    own = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), result.device, storage.nbytes())
+    return torch.empty(0, dtype=result.dtype).set_(own, result.storage_offset(), result.shape, result.stride())
+
+
+def _copied(result: Tensor, like: _Like, copy: Tensor | None) -> Tensor:
+    """A copy of the result, in the memory of an earlier `copy` if there is one."""
+    if copy is None:
+        shape, strides, dtype, device = like
+        copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    copy.copy_(result)
+    forget(copy)
+    return copy
+
+
 def _sample(given: Sequence[Tensor]) -> _native.Words:
     """A few numbers of each filter on the CPU, to notice a write through `data`. Tools that merge low-rank weights write
     so; PyTorch does not count such writes, and they change most numbers. They may be compared while the filters lie at the
@@ -237,6 +262,8 @@ class _OfParameters:
     run: Run
     modules: Any
     constants: list[Tensor]
+    # Those that own their memory, in their places.
+    copies: list[Tensor | None]
     watched: Sequence[int]
     passed: Sequence[int]
     # The addresses of the graph's inputs.
@@ -308,15 +335,17 @@ class ConstantsCache:
         counted = [i for i, t in zip(self.watched, given, strict=True) if not t.is_inference()]
         versions, strides, uncounted = [inputs[i]._version for i in counted], _strides(given), _Uncounted(given)
         before = self._found.get(key)
+        copies: list[Tensor | None] = [None] * len(self.like)
         if before is not None and not self.in_graphs:
-            constants = before.constants
-        else:
-            if before is not None:
-                self._captured.append(before.constants)
-            constants = [torch.empty_strided(s, by, dtype=d, device=on) for s, by, d, on in self.like]
-        for constant, result in zip(constants, self.prologue(*given), strict=True):
-            constant.copy_(result)
-            forget(constant)
+            copies = [*before.copies]
+        elif before is not None:
+            self._captured.append(before.constants)
+        memory, constants = {t.untyped_storage().data_ptr() for t in given if t.is_cpu}, []
+        for i, (result, like) in enumerate(zip(self.prologue(*given), self.like, strict=True)):
+            constant = _borrowed(result, like, memory)
+            if constant is None:
+                constant = copies[i] = _copied(result, like, copies[i])
+            constants.append(constant)
         for i in self.shared:
             forget(inputs[i])
         # If a model is dropped, the memory of its folded filters is freed.
@@ -327,7 +356,7 @@ class ConstantsCache:
         for i in self.watched:
             pointers[i] = inputs[i].data_ptr()
         found = _OfParameters(
-            run, modules, constants, self.watched, self.passed, pointers, versions, strides, uncounted,
+            run, modules, constants, copies, self.watched, self.passed, pointers, versions, strides, uncounted,
             self.all_watched, _getter(counted), _sample(given), references,
         )  # fmt: skip
         self._found[key] = found

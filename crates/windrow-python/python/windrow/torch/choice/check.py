@@ -34,6 +34,8 @@ _RESULTS = 4.0
 _TINY = 2.0**-100
 # Elements that are compared at a time: the memory for that is needed by nothing else.
 _AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 22}
+# Elements of a filter that are read at a time. PyTorch also copies what it reads into another layout.
+_OF_A_FILTER = 1 << 22
 # Size of the sample whose scale is the usual one.
 _SAMPLE = 4096
 
@@ -165,17 +167,33 @@ def check_of(
 
     def of(part: Range) -> list[tuple[Tensor, Tensor]]:
         given, how = _read(x, weight, options, part[2]) if isinstance(part, tuple) else (x[part], options)
-        image, w, b = (None if t is None else t.float() for t in (given, weight, bias))
-        value = finish(aten(image, w, b, how), part)
-        scale = aten(image.abs(), w.abs(), None if b is None else b.abs(), how)
+        image = given.float()
+        sums = [_sums_of(image, weight[some], None if bias is None else bias[some], how) for some in channels]
+        value, scale = (torch.cat(parts, 1) for parts in zip(*sums, strict=True))
+        value = finish(value, part)
         return [(value, scale if residual is None else scale + residual[part].abs())]
 
+    channels = _channels(weight, options)
     terms = terms_of(weight, options, of_result=options.output_padding is None)
     operand = operand_rounding(x, accuracy, is_linear)
     shape = output_shape(x, weight, options)
     is_whole = residual is not None and [*residual.shape] != shape
     images = None if is_whole else shape[2] if is_video(x) else shape[0]
     return Check(images, x.dtype, of, terms, operand, residual=residual, is_video=is_video(x), steepest=steepest)
+
+
+def _channels(weight: Tensor, options: Options) -> list[slice]:
+    """The output channels whose filters are read at a time."""
+    if options.groups != 1 or options.output_padding is not None:
+        return [slice(None)]
+    size = max(1, _OF_A_FILTER // max(1, weight[:1].numel()))
+    return [slice(first, first + size) for first in range(0, max(1, weight.shape[0]), size)]
+
+
+def _sums_of(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    """The sums in f32, and those of their absolute terms."""
+    w, b = weight.float(), None if bias is None else bias.float()
+    return aten(x, w, b, options), aten(x.abs(), w.abs(), None if b is None else b.abs(), options)
 
 
 def _read(x: Tensor, weight: Tensor, options: Options, frames: slice) -> tuple[Tensor, Options]:
