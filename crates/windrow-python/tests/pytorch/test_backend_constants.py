@@ -175,6 +175,16 @@ def test_parameters_are_read_where_they_lie(change, computed):
     assert all(of() is None for of in gone)
 
 
+def test_parameters_on_another_device_than_the_default(computed):
+    model, x = normal(nn.Sequential(nn.Conv2d(5, 5, 3), nn.SiLU())), torch.randn(1, 5, 6, 7)
+    fast = compiled(model)
+    with torch.no_grad():
+        want = model(x)
+        with torch.device("meta"):
+            torch.testing.assert_close(fast(x), want, rtol=1e-4, atol=1e-4)
+    assert {t.data_ptr() for t in computed[-1]} == {t.data_ptr() for t in model.parameters()}
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_graphs_share_parameters(mode, computed, runs_uncompiled):
     """A filter that nothing is folded into is not copied for each size of the image; CUDA graphs hold copies."""

@@ -167,7 +167,8 @@ def _borrowed(result: Tensor, like: _Like, memory: Collection[int]) -> Tensor | 
     if not is_parameter or (result.shape, result.stride(), result.dtype, result.device) != like:
         return None
     own = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), result.device, storage.nbytes())
-    return torch.empty(0, dtype=result.dtype).set_(own, result.storage_offset(), result.shape, result.stride())
+    empty = torch.empty(0, dtype=result.dtype, device=result.device)
+    return empty.set_(own, result.storage_offset(), result.shape, result.stride())
 
 
 def _copied(result: Tensor, like: _Like, copy: Tensor | None) -> Tensor:
