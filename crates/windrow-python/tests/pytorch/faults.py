@@ -7,7 +7,7 @@ from windrow.torch.backend import _constants, _fuse
 
 def copy_constants(monkeypatch):
     """Constants that are no parameters, so that a fault in them is not one of the model."""
-    monkeypatch.setattr(_constants, "_borrowed", lambda *_: None)
+    monkeypatch.setattr(_constants, "_owner", lambda *_: None)
 
 
 def drop_a_bias(monkeypatch):

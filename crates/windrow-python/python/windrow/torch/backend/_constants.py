@@ -7,7 +7,7 @@ A pass moves such values into a second graph, the prologue, whose results become
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,16 +159,14 @@ def _words(first: int, last: int, device: torch.device) -> Tensor:
 _Like = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 
 
-def _borrowed(result: Tensor, like: _Like, memory: Collection[int]) -> Tensor | None:
-    """A constant that is a parameter on the CPU as it lies: one of those at the addresses `memory`. None for others. It does
-    not own the memory, so that the memory of a model that is dropped is freed."""
-    storage = result.untyped_storage()
-    is_parameter = result.is_cpu and result.nbytes > 0 and storage.data_ptr() in memory
-    if not is_parameter or (result.shape, result.stride(), result.dtype, result.device) != like:
+def _owner(result: Tensor, like: _Like, owners: Mapping[int, int]) -> int | None:
+    """Which parameter on the CPU the result is, as it lies. None for others. `owners`: the numbers of these parameters by
+    the addresses of their memory."""
+    if not result.is_cpu or result.is_inference() or result.nbytes == 0:
         return None
-    own = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), result.device, storage.nbytes())
-    empty = torch.empty(0, dtype=result.dtype, device=result.device)
-    return empty.set_(own, result.storage_offset(), result.shape, result.stride())
+    if (result.shape, result.stride(), result.dtype, result.device) != like:
+        return None
+    return owners.get(result.untyped_storage().data_ptr())
 
 
 def _copied(result: Tensor, like: _Like, copy: Tensor | None) -> Tensor:
@@ -176,9 +174,7 @@ def _copied(result: Tensor, like: _Like, copy: Tensor | None) -> Tensor:
     if copy is None:
         shape, strides, dtype, device = like
         copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    copy.copy_(result)
-    forget(copy)
-    return copy
+    return copy.copy_(result)
 
 
 def _sample(given: Sequence[Tensor]) -> _native.Words:
@@ -263,7 +259,7 @@ class _OfParameters:
     run: Run
     modules: Any
     constants: list[Tensor]
-    # Those that own their memory, in their places.
+    # Those that are no parameter's memory, in their places.
     copies: list[Tensor | None]
     watched: Sequence[int]
     passed: Sequence[int]
@@ -341,17 +337,23 @@ class ConstantsCache:
             copies = [*before.copies]
         elif before is not None:
             self._captured.append(before.constants)
-        memory, constants = {t.untyped_storage().data_ptr() for t in given if t.is_cpu}, []
+        owners = {t.untyped_storage().data_ptr(): i for i, t in enumerate(given) if t.is_cpu}
+        constants, owning = list[Tensor](), set[int]()
         for i, (result, like) in enumerate(zip(self.prologue(*given), self.like, strict=True)):
-            constant = _borrowed(result, like, memory)
-            if constant is None:
+            owner = _owner(result, like, owners)
+            if owner is None:
                 constant = copies[i] = _copied(result, like, copies[i])
+            else:
+                owning.add(owner)
+                constant, copies[i] = result.detach(), None
+            forget(constant)
             constants.append(constant)
         for i in self.shared:
             forget(inputs[i])
-        # If a model is dropped, the memory of its folded filters is freed.
+        # If a model is dropped, the memory of its folded filters is freed. The memory that constants share lives as long as
+        # they do.
         drop = lambda _, found=self._found: _drop(found, key)
-        references = [weakref.ref(t.untyped_storage(), drop) for t in given]
+        references = [weakref.ref(t if i in owning else t.untyped_storage(), drop) for i, t in enumerate(given)]
         run, modules = self.make(constants)
         pointers: list[int | None] = [None] * len(inputs)
         for i in self.watched:
