@@ -106,6 +106,9 @@ MODULES = {
 @each_graph
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name, rest, seen):
+    nan = torch.full([1], float("nan"))
+    if (name, rest) == ("leaky_relu(0)", "inductor") and not torch.compile(lambda x: x * 0)(nan).isnan():
+        pytest.skip("PyTorch up to 2.11 makes 0 of a product with 0 before anything is fused")
     check(normal(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), MODULES[name])), rest)
     assert seen[0][1] == [f"conv2d, {name}"]
 

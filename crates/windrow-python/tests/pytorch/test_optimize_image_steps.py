@@ -113,7 +113,9 @@ def check(model, graphs, x=None, among=None):
         got, want = fast(x), model(x)
         results = (t if isinstance(t, tuple) else (t,) for t in (got, want))
         for g, w in zip(*results, strict=True):
-            assert g.dtype == w.dtype and g.stride() == w.stride()
+            assert g.dtype == w.dtype and g.shape == w.shape
+            # The stride of a dimension of size 1 says nothing, and PyTorch 2.8 gives others.
+            assert all(n == 1 or by == its for n, by, its in zip(g.shape, g.stride(), w.stride(), strict=True))
         if x.dtype == torch.float32:
             compare(model, fast, x)
     if among is not None:

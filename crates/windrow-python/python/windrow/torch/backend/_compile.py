@@ -56,6 +56,14 @@ def by_eager(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
     """The function in which PyTorch's operators run one by one."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+    def divided(*given: Any, **how: Any) -> Any:
+        try:
+            return default_partition(*given, **how)
+        except AssertionError:
+            # PyTorch 2.8 divides some graphs of sizes that change only in its other way, which computes more.
+            return min_cut_rematerialization_partition(*given, **how)
 
     def trained(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         lay_out_normalised(module.graph)
@@ -68,8 +76,9 @@ def by_eager(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
         return frozen.call_bound(lambda bound: make_boxed_func(called_alone(bound)))
 
     made = aot_autograd(
-        fw_compiler=trained, bw_compiler=trained, inference_compiler=inferred, keep_inference_input_mutations=True
-    )
+        fw_compiler=trained, bw_compiler=trained, inference_compiler=inferred, partition_fn=divided,
+        keep_inference_input_mutations=True,
+    )  # fmt: skip
     with whole_upsampling():
         return made(graph, inputs)  # type: ignore[no-any-return]
 
